@@ -1,0 +1,58 @@
+"""kvboost_rag: skip prefill for retrieved chunks, and know what it costs.
+
+Public names are loaded on first use, so that ``import kvboost_rag`` stays light.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CancelToken",
+    "KVBoost",
+    "KVBoostError",
+    "Piece",
+    "Repair",
+    "Report",
+    "Result",
+    "Score",
+    "WarmReport",
+    "__version__",
+]
+
+_HOME = {
+    "CancelToken": "kvboost_rag.engine.decode",
+    "KVBoost": "kvboost_rag.api",
+    "KVBoostError": "kvboost_rag.errors",
+    "Piece": "kvboost_rag.engine.result",
+    "Repair": "kvboost_rag.config",
+    "Report": "kvboost_rag.engine.report",
+    "Result": "kvboost_rag.engine.result",
+    "Score": "kvboost_rag.engine.result",
+    "WarmReport": "kvboost_rag.warmup",
+}
+
+if TYPE_CHECKING:
+    from kvboost_rag.api import KVBoost as KVBoost
+    from kvboost_rag.config import Repair as Repair
+    from kvboost_rag.engine.decode import CancelToken as CancelToken
+    from kvboost_rag.engine.report import Report as Report
+    from kvboost_rag.engine.result import Piece as Piece
+    from kvboost_rag.engine.result import Result as Result
+    from kvboost_rag.engine.result import Score as Score
+    from kvboost_rag.errors import KVBoostError as KVBoostError
+    from kvboost_rag.warmup import WarmReport as WarmReport
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        from importlib import import_module
+
+        return getattr(import_module(_HOME[name]), name)
+    raise AttributeError(f"module 'kvboost_rag' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,236 @@
+"""The public facade: ``KVBoost``."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvboost_rag.aio import iterate
+from kvboost_rag.config import Repair, Reuse, check_reuse, resolve_repair
+from kvboost_rag.engine.context import FILLER_TOKENS, canonical_context, head_context
+from kvboost_rag.engine.encode import ChunkEncoder
+from kvboost_rag.engine.engine import Engine
+from kvboost_rag.engine.request import PromptInput, Request
+from kvboost_rag.engine.result import Piece, Result, Score
+from kvboost_rag.engine.tokens import SpanTokenizer
+from kvboost_rag.errors import UsageError
+from kvboost_rag.model.adapter import ModelAdapter
+from kvboost_rag.model.load import load_model
+from kvboost_rag.store.base import BlockStore
+from kvboost_rag.store.open import open_store
+from kvboost_rag.warmup import SourceChunk, WarmPlan, WarmProgress, WarmReport, plan, warm
+
+Head = str | Sequence[Mapping[str, Any]]
+DEFAULT_STORE = "~/.cache/kvboost-rag"
+DEFAULT_PREFIX_BYTES = 1 << 30
+
+
+class KVBoost:
+    """A language model whose retrieved chunks skip prefill.
+
+    Args:
+        model: a loaded ``transformers`` causal language model (PEFT, bitsandbytes, device_map are fine).
+        tokenizer: its fast tokenizer.
+        store: a folder, ``"memory"``, None (off), or a :class:`BlockStore`.
+        reuse: ``"chunks"``, ``"prefix"`` (exact reuse only) or ``"off"`` (plain prefill, the baseline).
+        repair: ``"fast"``, ``"balanced"``, ``"faithful"`` or a :class:`Repair` value.
+        filler: prose that blocks are computed after (default: the package's own English text); part of every key.
+        filler_tokens: how much of it; never more than a quarter of the model's window.
+        salt: tenant salt; the same text under another salt never hits.
+        prefix_bytes: budget for KV of earlier requests (conversation turns, repeated prompts).
+        memory_bytes, disk_bytes: budgets of the store's tiers.
+        keep_text: keep chunk texts in block headers (off: token ids alone).
+
+    Raises:
+        UnsupportedModelError: reuse is asked for and not proved for this architecture.
+        StoreError: the store cannot be opened.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        *,
+        store: str | Path | BlockStore | None = DEFAULT_STORE,
+        reuse: Reuse = "chunks",
+        repair: str | Repair = "balanced",
+        filler: str | None = None,
+        filler_tokens: int = FILLER_TOKENS,
+        salt: str = "",
+        prefix_bytes: int = DEFAULT_PREFIX_BYTES,
+        memory_bytes: int | None = None,
+        disk_bytes: int | None = None,
+        keep_text: bool = False,
+        name: str = "",
+    ) -> None:
+        self.reuse: Reuse = check_reuse(reuse)
+        self.repair = resolve_repair(repair)
+        self.adapter = ModelAdapter(model, tokenizer, name=name)
+        if self.reuse != "off":
+            self.adapter.require_reuse()
+        self.tokens = SpanTokenizer(tokenizer)
+        supported = self.adapter.support.ok
+        self.store = open_store(
+            store if supported else None, memory_bytes=memory_bytes, limit_bytes=disk_bytes, keep_text=keep_text
+        )
+        self._canonical = canonical_context(self.adapter, self.tokens, self.store, filler, filler_tokens)
+        self._keep_text = keep_text
+        self._salt = salt
+        self._encoder = self.encoder()
+        self.engine = Engine(self.adapter, self.tokens, self._encoder, prefix_bytes=prefix_bytes)
+        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvboost")
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name: str | Path,
+        *,
+        store: str | Path | BlockStore | None = DEFAULT_STORE,
+        dtype: str | torch.dtype = "auto",
+        device: str | torch.device = "auto",
+        revision: str | None = None,
+        trust_remote_code: bool = False,
+        **options: Any,
+    ) -> KVBoost:
+        """Load a model by hub id, local folder, ``.gguf`` file, or ``"smollm2"`` (the small embedded default).
+
+        ``options`` are those of the constructor.
+
+        Raises:
+            ModelNotFoundError, CheckpointError, UnsupportedModelError, UnknownOptionError, StoreError.
+        """
+        loaded = load_model(name, dtype=dtype, device=device, revision=revision, trust_remote_code=trust_remote_code)
+        return cls(loaded.model, loaded.tokenizer, store=store, name=loaded.name, **options)
+
+    # -- warm-up -----------------------------------------------------------------------------------------------------
+
+    def encoder(self, head: Head | None = None) -> ChunkEncoder:
+        """What a warm-up job computes with; ``head`` adds own-head blocks (see :meth:`warm`)."""
+        return ChunkEncoder(
+            self.adapter,
+            self.tokens,
+            self.store,
+            self._canonical,
+            head=head_context(self.tokens, head) if head is not None else None,
+            salt=self._salt,
+            keep_text=self._keep_text,
+        )
+
+    def warm(
+        self,
+        texts: Iterable[str | SourceChunk],
+        *,
+        head: Head | None = None,
+        progress: bool | Callable[[WarmProgress], None] = False,
+        shard: tuple[int, int] | None = None,
+        batch_tokens: int = 2048,
+    ) -> WarmReport:
+        """Compute and store the blocks of ``texts`` that the store lacks; can be interrupted and run again.
+
+        ``head`` also computes each chunk after your own head (system prompt, messages, or rendered text): exact for
+        the first chunk straight after that head. ``shard=(i, n)`` takes the i-th of n disjoint shares.
+        """
+        self.adapter.require_reuse()
+        if isinstance(texts, str):
+            raise UsageError("warm takes several texts, got one string", hint="pass [text]")
+        encoder = self.encoder(head)
+        return warm(encoder, texts, progress=progress, shard=shard, batch_tokens=batch_tokens)
+
+    def plan_warm(self, texts: Iterable[str | SourceChunk], *, head: Head | None = None) -> WarmPlan:
+        """What :meth:`warm` would do: chunks, tokens, bytes and an estimate of the time. Stores nothing."""
+        self.adapter.require_reuse()
+        return plan(texts, self.encoder(head))
+
+    # -- answers -----------------------------------------------------------------------------------------------------
+
+    def generate(self, prompt: PromptInput, **options: Any) -> Result:
+        """Answer a string, a list of chat messages or a list of token ids.
+
+        Options: ``max_new_tokens`` (256), ``temperature`` (0: greedy), ``top_p``, ``top_k``, ``repetition_penalty``,
+        ``seed``, ``stop`` (strings), ``chunks`` (texts known to be chunks of the prompt; unknown ones are computed,
+        and stored after the answer), ``reuse``, ``repair``, ``tools``, ``cancel`` (a :class:`CancelToken`),
+        ``logits_processors``, ``template_kwargs``.
+
+        Raises:
+            UsageError: an unknown option or a wrong value. EmptyPromptError, ContextLengthError, TokenizerError.
+        """
+        return _last(self.stream(prompt, **options))
+
+    def stream(self, prompt: PromptInput, **options: Any) -> Iterator[Piece]:
+        """Like :meth:`generate`, piece by piece; the last piece carries the result. Closing the iterator stops."""
+        return self.engine.run(self._request(prompt, options))
+
+    def generate_batch(self, prompts: Sequence[PromptInput], **options: Any) -> list[Result]:
+        """Answer several prompts with the same options, one after the other; all are checked before the first runs."""
+        requests = [self._request(p, options) for p in prompts]
+        return [_last(self.engine.run(r)) for r in requests]
+
+    async def agenerate(self, prompt: PromptInput, **options: Any) -> Result:
+        """:meth:`generate` without blocking the event loop; cancelling the task stops the computation."""
+        result: Result | None = None
+        async for piece in self.astream(prompt, **options):
+            result = piece.result or result
+        assert result is not None, "the last piece carries the result"
+        return result
+
+    async def astream(self, prompt: PromptInput, **options: Any) -> AsyncIterator[Piece]:
+        """:meth:`stream` for async callers; requests wait in a queue, one runs at a time."""
+        request = self._request(prompt, options)
+        pieces = iterate(lambda: self.engine.run(request), self._pool, request.cancel)
+        try:
+            async for piece in pieces:
+                yield piece
+        finally:
+            await pieces.aclose()  # type: ignore[attr-defined]
+
+    def score(
+        self, prompt: PromptInput, continuation: str | Sequence[int], *, logits: bool = False, **options: Any
+    ) -> Score:
+        """Log-probabilities of ``continuation`` after ``prompt`` on the same reuse path: the fidelity probe."""
+        ids = continuation if isinstance(continuation, str) else [int(i) for i in continuation]
+        return self.engine.score(self._request(prompt, options), ids, logits=logits)
+
+    def count_tokens(self, prompt: PromptInput) -> int:
+        """Prompt tokens as ``reuse="off"`` would count them."""
+        from kvboost_rag.engine.report import Report
+
+        request = self._request(prompt, {"reuse": "off"})
+        return self.engine.segment(request, Report())[0].num_tokens
+
+    def _request(self, prompt: PromptInput, options: Mapping[str, Any]) -> Request:
+        return Request.build(prompt, reuse=self.reuse, repair=self.repair, options=options)
+
+    # -- state -------------------------------------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, object]:
+        """The store's counters, and what the prefix cache holds."""
+        prefixes = self.engine.prefixes
+        held = {"entries": len(prefixes), "bytes": prefixes.nbytes, "limit_bytes": prefixes.limit_bytes}
+        return {"store": self.store.stats().as_dict(), "prefixes": held}
+
+    def forget(self) -> None:
+        """Let go of held prefixes (conversations); the store stays."""
+        self.engine.prefixes.clear()
+
+    def close(self) -> None:
+        """Release the store's handles and the worker thread. Safe to call twice."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        self.store.close()
+
+    def __enter__(self) -> KVBoost:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def _last(pieces: Iterator[Piece]) -> Result:
+    result: Result | None = None
+    for piece in pieces:
+        result = piece.result or result
+    assert result is not None, "the last piece carries the result"
+    return result

@@ -1,0 +1,204 @@
+"""What the commands share: engine options, sizes and durations, lists of problems."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from kvboost_rag.errors import UsageError
+from kvboost_rag.warmup.source import InputProblem
+
+DEFAULT_STORE = "~/.cache/kvboost-rag"
+F = TypeVar("F", bound=Callable[..., Any])
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?b)?|b)?", re.IGNORECASE)
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*([smhdw]?)", re.IGNORECASE)
+_POWERS = {"k": 1, "m": 2, "g": 3, "t": 4}
+_SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+
+
+def parse_size(text: str) -> int:
+    """Bytes of ``"20GiB"`` (powers of 1024), ``"500MB"`` (powers of 1000), ``"20G"`` (as GiB) or a plain number.
+
+    Raises:
+        UsageError: ``text`` is no size.
+    """
+    match = _SIZE.fullmatch(text.strip())
+    if not match:
+        raise UsageError(f"{text!r} is not a size", hint="for example 20GiB, 500MB or a number of bytes")
+    number, unit, tail = match.groups()
+    base = 1000 if (tail or "").lower() == "b" else 1024
+    return int(float(number) * base ** _POWERS[unit.lower()]) if unit else int(float(number))
+
+
+def parse_duration(text: str) -> float:
+    """Seconds of ``"30d"``, ``"12h"``, ``"2w"``, ``"90m"`` or a plain number.
+
+    Raises:
+        UsageError: ``text`` is no duration.
+    """
+    match = _DURATION.fullmatch(text.strip())
+    if not match:
+        raise UsageError(f"{text!r} is not a duration", hint="for example 30d, 12h, 90m or a number of seconds")
+    return float(match[1]) * _SECONDS[match[2].lower()]
+
+
+def format_size(num_bytes: float) -> str:
+    """Bytes for people, in powers of 1024: ``"1.5 GiB"``."""
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.0f} {unit}" if unit == "bytes" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.1f} TiB"
+
+
+def parsed(parse: Callable[[str], Any]) -> Callable[[click.Context, click.Parameter, str | None], Any]:
+    """A click callback that runs one of the parsers above and names the option where the value is wrong."""
+
+    def convert(ctx: click.Context, param: click.Parameter, value: str | None) -> Any:
+        try:
+            return None if value is None else parse(value)
+        except UsageError as exc:
+            raise click.BadParameter(str(exc), ctx=ctx, param=param) from exc
+
+    return convert
+
+
+def text_value(value: str | None) -> str | None:
+    """An option's text; ``@file`` stands for the file's contents.
+
+    Raises:
+        UsageError: the file cannot be read.
+    """
+    if value is None or not value.startswith("@"):
+        return value
+    try:
+        return Path(value[1:]).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as exc:
+        raise UsageError(f"{value[1:]} cannot be read: {exc}", hint="@FILE names a UTF-8 text file") from exc
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """Everything that the commands hand to ``KVBoost.from_pretrained``."""
+
+    model: str
+    store: str | None
+    dtype: str
+    device: str
+    revision: str | None
+    filler: str | None = None
+    keep_text: bool = False
+
+    @classmethod
+    def take(cls, params: dict[str, Any]) -> EngineOptions:
+        """Build from click's parameters, which are removed from ``params``; reads the filler file."""
+        store = params.pop("store")
+        filler = params.pop("filler", None)
+        return cls(
+            model=params.pop("model"),
+            store=None if store in ("none", "off") else os.path.expanduser(store),
+            dtype=params.pop("dtype"),
+            device=params.pop("device"),
+            revision=params.pop("revision"),
+            filler=text_value(f"@{filler}") if filler else None,
+            keep_text=params.pop("keep_text", False),
+        )
+
+    def kwargs(self) -> dict[str, Any]:
+        """Keyword arguments; what was not given is left to the engine's defaults."""
+        given = {"revision": self.revision, "filler": self.filler, "keep_text": self.keep_text or None}
+        rest = {name: value for name, value in given.items() if value is not None}
+        return {"store": self.store, "dtype": self.dtype, "device": self.device, **rest}
+
+
+def make_engine(options: EngineOptions) -> Any:
+    """The engine for a command. Tests put their own in place of this function."""
+    from kvboost_rag import KVBoost  # torch and transformers load here and not before
+
+    return KVBoost.from_pretrained(options.model, **options.kwargs())
+
+
+@contextmanager
+def engine_for(options: EngineOptions) -> Iterator[Any]:
+    """The engine, closed at the end where it can be closed."""
+    # pypdf tells about every oddity of a file; what matters comes as an InputProblem.
+    logging.getLogger("pypdf").setLevel(logging.ERROR)
+    engine = make_engine(options)
+    try:
+        yield engine
+    finally:
+        close = getattr(engine, "close", None)
+        if close:
+            close()
+
+
+def options(*decorators: Callable[[F], F]) -> Callable[[F], F]:
+    """Several click decorators as one, in reading order."""
+
+    def apply(function: F) -> F:
+        for decorator in reversed(decorators):
+            function = decorator(function)
+        return function
+
+    return apply
+
+
+store_option = click.option(
+    "--store",
+    default=DEFAULT_STORE,
+    show_default=True,
+    envvar="KVBOOST_STORE",
+    metavar="DIR",
+    help="Where blocks are kept.",
+)
+json_option = click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+engine_options = options(
+    click.option(
+        "--model", default="smollm2", show_default=True, envvar="KVBOOST_MODEL", help="Hub id, folder or .gguf file."
+    ),
+    store_option,
+    click.option("--dtype", default="auto", show_default=True, help="float32, bfloat16, float16 or auto."),
+    click.option("--device", default="auto", show_default=True, help="cpu, cuda, cuda:1, mps or auto."),
+    click.option("--revision", help="Branch, tag or commit of a hub model."),
+    click.option(
+        "--filler",
+        type=click.Path(exists=True, dir_okay=False),
+        metavar="FILE",
+        help="Neutral prose to compute chunks after, in the corpus's language. Part of every key.",
+    ),
+)
+corpus_options = options(
+    click.option("--chunk-size", type=click.IntRange(min=1), default=1000, show_default=True, help="In characters."),
+    click.option("--chunk-overlap", type=click.IntRange(min=0), default=100, show_default=True, help="In characters."),
+)
+
+
+def print_json(value: Mapping[str, object]) -> None:
+    """One JSON object on stdout."""
+    click.echo(json.dumps(value, indent=2))
+
+
+def list_problems(problems: Sequence[InputProblem], ignored: Mapping[str, int]) -> None:
+    """What could not be used, one line each, and what was left out on purpose, on stderr."""
+    if problems:
+        noun = "input" if len(problems) == 1 else "inputs"
+        click.echo(f"{len(problems)} {noun} with problems:", err=True)
+    for problem in problems:
+        click.echo(f"  {problem}", err=True)
+    if ignored:
+        click.echo("ignored: " + counts(ignored.items()), err=True)
+
+
+def counts(items: Iterable[tuple[str, int]]) -> str:
+    """``3 × .png, 1 × .css``."""
+    return ", ".join(f"{count} × {kind}" for kind, count in items)

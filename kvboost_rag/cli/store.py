@@ -1,0 +1,138 @@
+"""``kvboost-rag store``: look at a store, check it, make it smaller, empty it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvboost_rag.cli import common
+from kvboost_rag.errors import UsageError
+
+if TYPE_CHECKING:
+    from kvboost_rag.store.base import BlockStore, StoreStats
+
+
+def open_existing(spec: str) -> BlockStore:
+    """The store at ``spec``. Tests put their own in place of this function.
+
+    Raises:
+        UsageError: a folder that is not there (a store is made by the warm-up, not by looking at it).
+        StoreError: it cannot be opened.
+    """
+    from kvboost_rag.store.open import open_store  # brings torch
+
+    if "://" not in spec:
+        spec = os.path.expanduser(spec)
+        if not os.path.isdir(spec):
+            raise UsageError(f"no store at {spec}", hint="kvboost-rag warmup makes one; --store names it")
+    return open_store(spec, memory_bytes=0)
+
+
+@contextmanager
+def _opened(spec: str) -> Iterator[BlockStore]:
+    store = open_existing(spec)
+    try:
+        yield store
+    finally:
+        store.close()
+
+
+@click.group("store")
+def command() -> None:
+    """Look at a store, check it, make it smaller, empty it."""
+
+
+@command.command()
+@common.store_option
+@common.json_option
+def stats(store: str, as_json: bool) -> None:
+    """Blocks, bytes and counters."""
+    with _opened(store) as opened:
+        found = opened.stats()
+    if as_json:
+        common.print_json(found.as_dict())
+    else:
+        _print_stats(found)
+
+
+def _print_stats(found: StoreStats, indent: str = "") -> None:
+    limit = f" of {common.format_size(found.limit_bytes)}" if found.limit_bytes is not None else ""
+    click.echo(f"{indent}{found.kind}: {found.blocks:,} blocks, {common.format_size(found.bytes)}{limit}")
+    click.echo(f"{indent}  known chunks {found.known_chunks:,}, evictions {found.evictions:,}")
+    for tier in found.tiers:
+        _print_stats(tier, indent + "  ")
+
+
+@command.command()
+@common.store_option
+@click.option("--fix", is_flag=True, help="Set aside what is damaged, so that it is computed anew.")
+@common.json_option
+def check(store: str, fix: bool, as_json: bool) -> None:
+    """Read and verify everything. Exit status 1 when something is wrong, fixed or not."""
+    with _opened(store) as opened:
+        problems = opened.check(fix=fix)
+    if as_json:
+        entries = [{"kind": p.kind, "where": p.where, "detail": p.detail, "fixed": p.fixed} for p in problems]
+        common.print_json({"healthy": not problems, "problems": entries})
+    else:
+        for problem in problems:
+            click.echo(f"{problem.kind}: {problem.where}: {problem.detail}{' (fixed)' if problem.fixed else ''}")
+        click.echo(f"{len(problems)} problems" if problems else "healthy")
+    raise click.exceptions.Exit(1 if problems else 0)
+
+
+@command.command()
+@common.store_option
+@click.option(
+    "--max-bytes",
+    metavar="SIZE",
+    callback=common.parsed(common.parse_size),
+    help="Drop the least recently used blocks down to this, e.g. 20GiB.",
+)
+@click.option(
+    "--older-than",
+    metavar="TIME",
+    callback=common.parsed(common.parse_duration),
+    help="Drop blocks not used for this long, e.g. 30d.",
+)
+@common.json_option
+def prune(store: str, max_bytes: int | None, older_than: float | None, as_json: bool) -> None:
+    """Make the store smaller."""
+    if max_bytes is None and older_than is None:
+        raise UsageError("nothing to prune by", hint="--max-bytes 20GiB or --older-than 30d")
+    with _opened(store) as opened:
+        dropped = _prune(opened, max_bytes, older_than)
+        left = opened.stats()
+    if as_json:
+        common.print_json({"dropped": dropped, "blocks": left.blocks, "bytes": left.bytes})
+    else:
+        click.echo(f"{dropped:,} blocks dropped, {left.blocks:,} left, {common.format_size(left.bytes)}")
+
+
+def _prune(store: Any, max_bytes: int | None, older_than_s: float | None) -> int:
+    method = getattr(store, "prune", None)
+    if method is None:
+        raise UsageError(f"a {store.stats().kind} store cannot be pruned", hint="prune works on a folder")
+    given = {"max_bytes": max_bytes, "older_than_s": older_than_s}
+    return int(method(**{name: value for name, value in given.items() if value is not None}))
+
+
+@command.command()
+@common.store_option
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@common.json_option
+def clear(store: str, yes: bool, as_json: bool) -> None:
+    """Drop every block and every known text."""
+    with _opened(store) as opened:
+        found = opened.stats()
+        if not yes:
+            click.confirm(f"drop {found.blocks:,} blocks ({common.format_size(found.bytes)})?", abort=True, err=True)
+        dropped = opened.clear()
+    if as_json:
+        common.print_json({"dropped": dropped})
+    else:
+        click.echo(f"{dropped:,} blocks dropped")

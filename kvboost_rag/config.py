@@ -1,0 +1,165 @@
+"""Frozen settings: how much to repair, how to generate.
+
+Every value is checked when the object is built, so that nothing below has to ask again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from typing import Literal, get_args
+
+from kvboost_rag.errors import UnknownOptionError, UsageError
+
+Reuse = Literal["chunks", "prefix", "off"]
+REUSE_MODES: tuple[str, ...] = get_args(Reuse)
+
+
+def unknown_option(what: str, given: object, known: tuple[str, ...]) -> UnknownOptionError:
+    """An error that lists what there is and suggests the nearest."""
+    near = get_close_matches(str(given), known, n=1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    return UnknownOptionError(f"unknown {what} {given!r}", hint=f"{hint}known: {', '.join(known)}")
+
+
+def check_reuse(value: object) -> Reuse:
+    """Validate a reuse mode."""
+    if value not in REUSE_MODES:
+        raise unknown_option("reuse mode", value, REUSE_MODES)
+    return value  # type: ignore[return-value]
+
+
+def _share(name: str, value: float) -> None:
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value <= 1:
+        raise UsageError(f"{name} must be a share between 0 and 1, got {value!r}")
+
+
+def _count(name: str, value: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise UsageError(f"{name} must be a whole number of tokens, 0 or more, got {value!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class Repair:
+    """Which tokens of reused chunks are recomputed, at all layers, with an exact causal mask.
+
+    Policies compose with ``|`` (the union of their tokens)::
+
+        Repair.boundary(first=8) | Repair.query(0.10)
+
+    ``first``/``last``: tokens at each chunk's edges (LegoLink, EPIC 2410.15332). ``query``: share of the context with
+    the most attention from the question over the late layers (FusionRAG 2601.12904, ProphetKV 2602.02579). ``blend``:
+    share with the largest deviation of K at the check layer (CacheBlend 2405.16444, with an exact mask and the fresh
+    K/V of the check layer kept). ``cap``: upper bound on the total share, boundary first. ``shift``: add the mean
+    residual of recomputed keys to the keys that were not (design: helps blocks made without filler context).
+    """
+
+    first: int = 0
+    last: int = 0
+    query: float = 0.0
+    blend: float = 0.0
+    cap: float = 1.0
+    everything: bool = False
+    shift: bool = False
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        _count("first", self.first)
+        _count("last", self.last)
+        for name in ("query", "blend", "cap"):
+            _share(name, getattr(self, name))
+
+    @classmethod
+    def none(cls) -> Repair:
+        """Nothing is recomputed: only glue, misses and the question are forwarded."""
+        return cls(name="none")
+
+    @classmethod
+    def full(cls) -> Repair:
+        """Everything is recomputed: equals a full prefill over the same span tokens."""
+        return cls(everything=True, name="full")
+
+    @classmethod
+    def boundary(cls, first: int = 8, last: int = 0) -> Repair:
+        """The first and last tokens of every chunk."""
+        return cls(first=first, last=last)
+
+    @classmethod
+    def attention(cls, share: float) -> Repair:
+        """The ``share`` of context tokens that the question attends to most."""
+        return cls(query=share)
+
+    @classmethod
+    def deviation(cls, share: float) -> Repair:
+        """CacheBlend's choice: the ``share`` of context tokens whose early-layer keys deviate most."""
+        return cls(blend=share)
+
+    def __or__(self, other: Repair) -> Repair:
+        if not isinstance(other, Repair):
+            return NotImplemented
+        return Repair(
+            first=max(self.first, other.first),
+            last=max(self.last, other.last),
+            query=max(self.query, other.query),
+            blend=max(self.blend, other.blend),
+            cap=min(self.cap, other.cap),
+            everything=self.everything or other.everything,
+            shift=self.shift or other.shift,
+        )
+
+    def with_shift(self, shift: bool = True) -> Repair:
+        """The same policy with (or without) the key shift."""
+        return replace(self, shift=shift, name="")
+
+    @property
+    def label(self) -> str:
+        """A stable description, used in reports and to keep KV of different policies apart."""
+        if self.name:
+            return self.name
+        if self.everything:
+            return "full"
+        parts = [f"first={self.first}", f"last={self.last}", f"query={self.query:g}", f"blend={self.blend:g}"]
+        return ",".join([*parts, f"cap={self.cap:g}", *(["shift"] if self.shift else [])])
+
+    @property
+    def is_none(self) -> bool:
+        """Whether no token of a reused chunk is recomputed."""
+        return not self.everything and not (self.first or self.last or self.query or self.blend)
+
+
+NAMED_REPAIRS: dict[str, Repair] = {
+    "fast": Repair(name="fast"),
+    "balanced": Repair(first=8, query=0.10, cap=0.15, name="balanced"),
+    "faithful": Repair(first=16, query=0.25, cap=0.30, name="faithful"),
+}
+
+
+def resolve_repair(value: str | Repair) -> Repair:
+    """A named point (``"fast"``, ``"balanced"``, ``"faithful"``) or a :class:`Repair` value."""
+    if isinstance(value, Repair):
+        return value
+    if value not in NAMED_REPAIRS:
+        raise unknown_option("repair policy", value, (*NAMED_REPAIRS, "a Repair(...) value"))
+    return NAMED_REPAIRS[value]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How the next token is chosen. ``temperature=0`` is greedy."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0 = off
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.temperature, (int, float)) or self.temperature < 0:
+            raise UsageError(f"temperature must be 0 or more, got {self.temperature!r}")
+        if not isinstance(self.top_p, (int, float)) or not 0 < self.top_p <= 1:
+            raise UsageError(f"top_p must be above 0 and at most 1, got {self.top_p!r}")
+        _count("top_k", self.top_k)
+        if not isinstance(self.repetition_penalty, (int, float)) or self.repetition_penalty <= 0:
+            raise UsageError(f"repetition_penalty must be above 0, got {self.repetition_penalty!r}")
+        if self.seed is not None and not isinstance(self.seed, int):
+            raise UsageError(f"seed must be a whole number, got {self.seed!r}")

@@ -1,0 +1,289 @@
+"""The engine core: one request from prompt to pieces of text. The public facade is ``kvboost_rag.api``."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from time import perf_counter
+
+import torch
+
+from kvboost_rag.chunk import Prompt, Segment
+from kvboost_rag.config import Repair
+from kvboost_rag.engine.decode import Step, cached_step, token_loop
+from kvboost_rag.engine.encode import ChunkEncoder
+from kvboost_rag.engine.lookup import BlockFinder
+from kvboost_rag.engine.plain import plain_prefill
+from kvboost_rag.engine.prefill import Prefiller, Prepared
+from kvboost_rag.engine.prefix import Held, PrefixCache, PrefixHit, common_prefix
+from kvboost_rag.engine.render import Rendered, render_chat, render_text
+from kvboost_rag.engine.report import Report
+from kvboost_rag.engine.request import Request, is_token_ids
+from kvboost_rag.engine.result import Piece, Result, Score
+from kvboost_rag.engine.sample import Sampler
+from kvboost_rag.engine.segment import Segmenter
+from kvboost_rag.engine.text import Detokenizer
+from kvboost_rag.engine.tokens import SpanTokenizer
+from kvboost_rag.errors import ContextLengthError, EmptyPromptError, UsageError
+from kvboost_rag.kv.block import Block
+from kvboost_rag.model.adapter import ModelAdapter
+from kvboost_rag.store.base import BlockStore
+
+log = logging.getLogger("kvboost_rag")
+
+LONG_PROMPT_TOKENS = 512  # a prompt this long without a match, with a filled store, is worth one warning
+
+
+class Engine:
+    """Answers requests over one model, one store and one encoder. Safe from several threads: each forward takes the
+    model's lock, requests hold no shared state but the store and the prefix cache."""
+
+    def __init__(
+        self, adapter: ModelAdapter, tokens: SpanTokenizer, encoder: ChunkEncoder, *, prefix_bytes: int
+    ) -> None:
+        self.adapter = adapter
+        self.tokens = tokens
+        self.encoder = encoder
+        self.store: BlockStore = encoder.store
+        self.salt = encoder.salt
+        self.prefixes = PrefixCache(prefix_bytes)
+        self.segmenter = Segmenter(tokens, self.store.anchors, self._tokens_of_key, self.salt)
+        self.prefiller = Prefiller(adapter, BlockFinder(encoder, self.store))
+        self.eos_ids = _eos_ids(adapter)
+        self._warned: set[str] = set()
+
+    def _tokens_of_key(self, key: str) -> tuple[int, ...] | None:
+        block = self.store.get(key)
+        return block.token_ids if isinstance(block, Block) else None
+
+    def render(self, request: Request) -> Rendered:
+        """The prompt as text, with the places of message contents."""
+        if isinstance(request.prompt, str):
+            return render_text(request.prompt)
+        return render_chat(
+            self.adapter.tokenizer,
+            request.prompt,  # type: ignore[arg-type]
+            tools=list(request.tools) or None,
+            **request.template_kwargs,
+        )
+
+    def segment(self, request: Request, report: Report) -> tuple[Prompt, PrefixHit | None]:
+        """Render, match and tokenise, and find the longest held prefix."""
+        if is_token_ids(request.prompt):
+            prompt = self._from_ids(request)
+            return prompt, self._exact_prefix(prompt, request)
+        with report.stage("render"):
+            rendered = self.render(request)
+        with report.stage("match"):
+            if request.reuse != "chunks":
+                prompt = self.segmenter.whole(rendered)
+                return prompt, self._exact_prefix(prompt, request)
+            held = self.prefixes.continuation(rendered.text, **self._scope(request.repair))
+            prompt = self.segmenter.split(rendered, request.chunks, held)
+        if held is not None and common_prefix(prompt.token_ids, held.token_ids) == len(held.token_ids):
+            n = min(len(held.token_ids), prompt.num_tokens - 1)
+            return prompt, PrefixHit(held, n, exact=n <= held.exact_tokens)
+        return prompt, self._exact_prefix(prompt, request)
+
+    def _scope(self, repair: Repair) -> dict[str, str]:
+        return {"fingerprint": self.adapter.fingerprint.digest, "salt": self.salt, "policy": repair.label}
+
+    def _from_ids(self, request: Request) -> Prompt:
+        ids = tuple(int(i) for i in request.prompt)  # type: ignore[arg-type]
+        if min(ids) < 0 or max(ids) >= self.adapter.spec.vocab_size:
+            raise UsageError(f"token ids must be from 0 to {self.adapter.spec.vocab_size - 1}")
+        return Prompt("", (Segment("glue", "", ids, 0),))
+
+    def _exact_prefix(self, prompt: Prompt, request: Request) -> PrefixHit | None:
+        """The longest exact held prefix, cut back to a chunk's start where it would end inside one."""
+        if request.reuse == "off":
+            return None
+        hit = self.prefixes.longest(
+            prompt.token_ids,
+            fingerprint=self.adapter.fingerprint.digest,
+            salt=self.salt,
+            limit=prompt.num_tokens - 1,
+        )
+        if hit is None:
+            return None
+        n = next((s.start for s in prompt.chunks if s.start < hit.num_tokens < s.end), hit.num_tokens)
+        return PrefixHit(hit.held, n, exact=True) if n else None
+
+    def run(self, request: Request) -> Iterator[Piece]:
+        """Answer ``request`` piece by piece; the last piece carries the result."""
+        started = perf_counter()
+        report = Report(reuse=request.reuse, repair=request.repair.label if request.reuse == "chunks" else "none")
+        prompt, prepared, step = self._prepare(request, report, request.max_new_tokens)
+        sampler = Sampler(request.sampling, self.adapter.spec.device, list(request.logits_processors))
+        detok = Detokenizer(self.adapter.tokenizer, request.stop)
+        ids: list[int] = []
+        parts: list[str] = []
+        ended = False
+        prompt_ids = torch.tensor(prompt.token_ids, device=self.adapter.spec.device)
+        for token in token_loop(
+            prompt_ids,
+            prepared.logits,
+            step,
+            sampler,
+            max_new_tokens=request.max_new_tokens,
+            eos_ids=self.eos_ids,
+            cancel=request.cancel,
+        ):
+            if not ids:
+                report.ttft_s = perf_counter() - started
+            ids.append(token)
+            ended = token in self.eos_ids
+            text = "" if ended else detok.push(token)
+            if text:
+                parts.append(text)
+                yield Piece(text)
+            if detok.stopped:
+                break
+        tail = detok.finish()
+        if tail:
+            parts.append(tail)
+            yield Piece(tail)
+        finished = ended or detok.stopped
+        reason = "stop" if finished else "cancelled" if request.cancel.cancelled else "length"
+        report.new_tokens = len(ids)
+        self._hold(request, prepared, ids, report)
+        with report.stage("store"):
+            report.stored_tokens = self._store_missed(prepared)
+        report.total_s = perf_counter() - started
+        yield Piece("", Result("".join(parts), ids, reason, report))
+
+    def score(self, request: Request, continuation: str | list[int], *, logits: bool) -> Score:
+        """Teacher-forced log-probabilities of ``continuation`` after the prompt; it never takes part in choosing
+        what to repair, and leaves nothing held."""
+        started = perf_counter()
+        ids = list(self.tokens.plain(continuation)) if isinstance(continuation, str) else list(continuation)
+        if not ids:
+            raise EmptyPromptError("the continuation is empty")
+        report = Report(reuse=request.reuse, repair=request.repair.label if request.reuse == "chunks" else "none")
+        prompt, prepared, _ = self._prepare(request, report, len(ids))
+        report.ttft_s = perf_counter() - started
+        rows = [prepared.logits]
+        if len(ids) > 1:
+            if prepared.plain_cache is not None:
+                raise UsageError(
+                    f"score needs our own cache: {self.adapter.support.reason}", hint=self.adapter.support.way_out
+                )
+            device = self.adapter.spec.device
+            n = prompt.num_tokens
+            positions = torch.arange(n, n + len(ids) - 1, device=device)
+            rows.append(
+                self.adapter.forward(torch.tensor(ids[:-1], device=device), positions, prepared.cache, keep_logits=0)
+            )
+        all_logits = torch.cat(rows).float()
+        logprobs = all_logits.log_softmax(-1).gather(1, torch.tensor(ids, device=all_logits.device)[:, None])[:, 0]
+        report.total_s = perf_counter() - started
+        return Score(ids, logprobs.cpu(), report, all_logits.cpu() if logits else None)
+
+    def _prepare(self, request: Request, report: Report, new_tokens: int) -> tuple[Prompt, Prepared, Step]:
+        if request.reuse != "off":
+            self.adapter.require_reuse()
+        prompt, hit = self.segment(request, report)
+        self._check_length(prompt.num_tokens, new_tokens, request)
+        self._warn_unmatched(request, prompt, report)
+        if not self.adapter.runs_own_cache(prompt.num_tokens + new_tokens):
+            prepared, step = plain_prefill(self.adapter, prompt, report)
+            return prompt, prepared, step
+        prepared = self.prefiller.prepare(prompt, hit, request.repair, prompt.num_tokens + new_tokens, report)
+        return prompt, prepared, cached_step(self.adapter, prepared.cache)
+
+    def _check_length(self, prompt: int, new: int, request: Request) -> None:
+        window = self.adapter.spec.window if request.reuse == "off" else self.adapter.max_tokens
+        if prompt + new > window:
+            why = self.adapter.support.limit_reason if window < self.adapter.spec.window else ""
+            raise ContextLengthError(
+                f"the prompt has {prompt} tokens and max_new_tokens is {new}: together more than the window of {window}"
+                + (f" ({why})" if why else ""),
+                hint=f"shorten the prompt or ask for at most {max(0, window - prompt)} new tokens",
+            )
+
+    def _warn_unmatched(self, request: Request, prompt: Prompt, report: Report) -> None:
+        if request.reuse != "chunks":
+            return
+        if prompt.unmatched:
+            report.warnings.append(
+                f"{len(prompt.unmatched)} of {len(request.chunks)} given chunks do not stand verbatim in the prompt: "
+                f"{prompt.unmatched[0][:60]!r}… (check for escaping, str() of a list, or truncation)"
+            )
+        for text in prompt.refused:
+            report.warnings.append(f"not reused, the tokenizer does not give this text back: {text[:60]!r}…")
+        if prompt.chunks:
+            return
+        if request.chunks or (len(self.store.anchors) and prompt.num_tokens >= LONG_PROMPT_TOKENS):
+            self._warn_once(
+                "no chunk matched",
+                f"no known chunk was found in a prompt of {prompt.num_tokens} tokens although "
+                f"{len(self.store.anchors)} are known; is the text changed on its way "
+                "(repr, escaping, another splitter)?",
+            )
+
+    def _warn_once(self, key: str, message: str) -> None:
+        if key not in self._warned:
+            self._warned.add(key)
+            log.warning(message)
+
+    def _hold(self, request: Request, prepared: Prepared, ids: list[int], report: Report) -> None:
+        """Keep what this request computed, for later turns and repeated prompts."""
+        if request.reuse == "off" or prepared.plain_cache is not None:
+            return
+        prompt = prepared.prompt
+        answer = tuple(ids[:-1])  # the last id was never forwarded
+        kv_tokens = prompt.token_ids + answer
+        text = self._held_text(prompt, answer)
+        exact = prepared.exact_tokens
+        if exact == prompt.num_tokens:
+            exact += len(answer)
+        segments = prompt.segments
+        if answer:
+            segments += (Segment("glue", text[len(prompt.text) :], answer, prompt.num_tokens),)
+        self.prefixes.add(
+            Held(
+                fingerprint=self.adapter.fingerprint.digest,
+                salt=self.salt,
+                policy=request.repair.label,
+                text=text,
+                segments=segments,
+                token_ids=kv_tokens,
+                exact_tokens=exact,
+                kv=prepared.cache.kv,
+            )
+        )
+
+    def _held_text(self, prompt: Prompt, answer: tuple[int, ...]) -> str:
+        """Text of prompt and answer; an answer that ends inside a character can't be continued by text."""
+        if not prompt.text:
+            return ""
+        return prompt.text + self.tokens.prefix_text(answer)
+
+    def _store_missed(self, prepared: Prepared) -> int:
+        """Encode and store the chunks that were missed, after the answer; returns their tokens."""
+        stored = 0
+        seen: set[tuple[int, ...]] = set()
+        for segment in prepared.missed:
+            ids = segment.token_ids
+            if segment.cut or ids in seen or len(ids) > self.encoder.max_chunk_tokens:
+                continue
+            seen.add(ids)
+            block = self.encoder.encode([ids], texts=[segment.text])[0]
+            if self.store.put(block):
+                self.encoder.register([(segment.text, block.key)])
+                stored += len(ids)
+        return stored
+
+
+def _eos_ids(adapter: ModelAdapter) -> frozenset[int]:
+    """Every id that ends a generation: the generation config's, the config's and the tokenizer's."""
+    generation = getattr(adapter.model, "generation_config", None)
+    found: set[int] = set()
+    for source in (
+        getattr(generation, "eos_token_id", None),
+        getattr(adapter.model.config, "eos_token_id", None),
+        adapter.tokenizer.eos_token_id,
+    ):
+        if source is not None:
+            found.update(source if isinstance(source, (list, tuple)) else [source])
+    return frozenset(int(i) for i in found)

@@ -1,0 +1,189 @@
+"""From a segmented prompt to the first token's logits: prefix, look up, compose, repair, one forward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from kvboost_rag.chunk import Prompt, Segment
+from kvboost_rag.config import Repair
+from kvboost_rag.engine.compose import lay_block, lay_prefix
+from kvboost_rag.engine.lookup import BlockFinder, Found
+from kvboost_rag.engine.prefix import PrefixHit
+from kvboost_rag.engine.repair import (
+    ReusedSpan,
+    boundary_positions,
+    budget,
+    key_deviation,
+    question_scores,
+    top_positions,
+)
+from kvboost_rag.engine.report import ChunkReport, Report
+from kvboost_rag.engine.shift import ShiftingCache
+from kvboost_rag.model.adapter import ModelAdapter
+from kvboost_rag.model.cache import RequestCache
+
+
+@dataclass(slots=True)
+class Prepared:
+    """A prompt whose KV is in place: ``logits [1, vocab]`` are those of its last token."""
+
+    prompt: Prompt
+    cache: RequestCache
+    logits: torch.Tensor
+    exact_tokens: int  # leading positions whose KV equals a full prefill
+    missed: list[Segment] = field(default_factory=list)
+    plain_cache: Any = None  # the model's own cache, where ours cannot serve
+
+
+class Prefiller:
+    """Fills a request's cache. One instance per engine; holds no request state."""
+
+    def __init__(self, adapter: ModelAdapter, finder: BlockFinder) -> None:
+        self.adapter = adapter
+        self.finder = finder
+
+    def prepare(self, prompt: Prompt, hit: PrefixHit | None, repair: Repair, capacity: int, report: Report) -> Prepared:
+        """Compose, repair and forward. ``capacity`` counts prompt and new tokens."""
+        cache = self.adapter.new_cache(capacity)
+        ids = torch.tensor(prompt.token_ids, device=self.adapter.spec.device)
+        done = self._lay_prefix(cache, prompt, hit, report)
+        rest = [s for s in prompt.segments if s.end > done]
+        with report.stage("lookup"):
+            found = self._find(prompt, done)
+        with report.stage("compose"):
+            for f in found:
+                if f.block is not None:
+                    lay_block(cache, f, self.adapter.rope)
+        spans = [ReusedSpan(f.segment.start, f.segment.end, f.exact) for f in found if f.block is not None]
+        repaired = self._choose(prompt, cache, ids, done, spans, repair, report)
+        self._note_chunks(prompt, done, found, set(repaired), report)
+        with report.stage("forward"):
+            logits = self._forward(cache, ids, done, spans, repaired, repair)
+        exact = _exact_tokens(rest, done, hit, found, repair, prompt.num_tokens)
+        reused = sum(s.end - s.start for s in spans) - len(repaired)
+        self._note_counts(report, prompt, cache, done, reused, len(repaired), exact)
+        return Prepared(prompt, cache, logits, exact, [f.segment for f in found if f.block is None])
+
+    def _lay_prefix(self, cache: RequestCache, prompt: Prompt, hit: PrefixHit | None, report: Report) -> int:
+        if hit is None:
+            return 0
+        with report.stage("prefix"):
+            lay_prefix(cache, hit)
+        report.prefix_tokens, report.prefix_exact = hit.num_tokens, hit.exact
+        return hit.num_tokens
+
+    def _find(self, prompt: Prompt, done: int) -> list[Found]:
+        if not any(s.kind == "chunk" and s.end > done for s in prompt.segments):
+            return []
+        return self.finder.find(prompt.segments, prompt.token_ids, done)
+
+    def _choose(
+        self,
+        prompt: Prompt,
+        cache: RequestCache,
+        ids: torch.Tensor,
+        done: int,
+        spans: list[ReusedSpan],
+        repair: Repair,
+        report: Report,
+    ) -> list[int]:
+        """Positions of reused chunks to recompute, ascending."""
+        open_spans = [s for s in spans if not s.exact]
+        candidates = [p for s in open_spans for p in range(s.start, s.end)]
+        if repair.everything:
+            return [p for s in spans for p in range(s.start, s.end)]
+        if repair.is_none or not candidates:
+            return []
+        context = sum(len(s) for s in prompt.chunks)
+        chosen = set(boundary_positions(open_spans, repair)[: int(repair.cap * context)])
+        with report.stage("score"):
+            if repair.query:
+                free = [p for p in candidates if p not in chosen]
+                scores = self._question_scores(prompt, cache, ids, done, spans)
+                chosen |= set(top_positions(scores, free, budget(repair, repair.query, context, len(chosen))))
+            if repair.blend:
+                free = [p for p in candidates if p not in chosen]
+                deviation = key_deviation(self.adapter, cache, ids)
+                chosen |= set(top_positions(deviation, free, budget(repair, repair.blend, context, len(chosen))))
+        return sorted(chosen)
+
+    def _question_scores(
+        self, prompt: Prompt, cache: RequestCache, ids: torch.Tensor, done: int, spans: list[ReusedSpan]
+    ) -> torch.Tensor:
+        hidden = torch.ones(prompt.num_tokens, dtype=torch.bool, device=ids.device)
+        hidden[:done] = False
+        for s in spans:
+            hidden[s.start : s.end] = False
+        last = prompt.segments[-1]
+        first = last.start if last.kind == "glue" else prompt.num_tokens - 1
+        question = torch.arange(max(first, done), prompt.num_tokens, device=ids.device)
+        return question_scores(self.adapter, cache, ids, question, hidden)
+
+    def _forward(
+        self,
+        cache: RequestCache,
+        ids: torch.Tensor,
+        done: int,
+        spans: list[ReusedSpan],
+        repaired: list[int],
+        repair: Repair,
+    ) -> torch.Tensor:
+        n = ids.numel()
+        rows = torch.ones(n, dtype=torch.bool)
+        rows[:done] = False
+        for s in spans:
+            rows[s.start : s.end] = False
+        stale = torch.zeros(n, dtype=torch.bool)
+        for s in spans:
+            stale[s.start : s.end] = not s.exact
+        if repaired:
+            rows[repaired] = True
+            stale[repaired] = False
+        rows[n - 1] = True  # the last token is always forwarded
+        positions = rows.nonzero().flatten().to(ids.device)
+        target = cache
+        if repair.shift and repaired and not repair.everything:
+            target = ShiftingCache(cache, self.adapter.rope, torch.tensor(repaired), stale.nonzero().flatten())
+        logits = self.adapter.forward(ids[positions], positions, target)
+        cache.length = n
+        if target is not cache:
+            cache.rows += target.rows
+        return logits
+
+    @staticmethod
+    def _note_chunks(prompt: Prompt, done: int, found: list[Found], repaired: set[int], report: Report) -> None:
+        by_start = {f.segment.start: f for f in found}
+        for s in prompt.chunks:
+            if s.end <= done:
+                outcome, reason = "prefix", "held prefix"
+            else:
+                f = by_start[s.start]
+                outcome, reason = ("hit" if f.block is not None else "miss"), f.reason
+            count = sum(s.start <= p < s.end for p in repaired) if repaired else 0
+            report.chunks.append(ChunkReport(s.start, s.end, outcome, reason, count, s.text[:60]))
+
+    @staticmethod
+    def _note_counts(
+        report: Report, prompt: Prompt, cache: RequestCache, done: int, reused: int, repaired: int, exact: int
+    ) -> None:
+        report.prompt_tokens = prompt.num_tokens
+        report.reused_tokens = done + reused
+        report.repaired_tokens = repaired
+        report.forwarded_tokens = cache.rows
+        report.scoring_tokens = cache.scoring_rows
+        report.exact = exact == prompt.num_tokens
+
+
+def _exact_tokens(
+    rest: list[Segment], done: int, hit: PrefixHit | None, found: list[Found], repair: Repair, total: int
+) -> int:
+    """How many leading positions hold KV that equals a full prefill."""
+    if hit is not None and not hit.exact:
+        return hit.held.exact_tokens
+    if repair.everything:
+        return total
+    approximate = [f.segment.start for f in found if f.block is not None and not f.exact]
+    return min(approximate, default=total)

@@ -1,0 +1,151 @@
+"""Choose which tokens of reused chunks to recompute.
+
+Everything here only *names positions*; the recomputation itself is one exact masked forward (``prefill.py``). The
+budget is a total: boundary tokens first, then the scored ones, never more than ``cap`` of the context.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kvboost_rag.config import Repair
+from kvboost_rag.model.adapter import ModelAdapter, StopForward
+from kvboost_rag.model.attention import RowsPlan
+from kvboost_rag.model.cache import RequestCache
+
+LATE_SHARE = 2 / 3  # scores come from the layers beyond this share of the depth
+CHECK_LAYER = 1  # CacheBlend's check layer
+MAX_QUESTION_ROWS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class ReusedSpan:
+    """Positions ``[start, end)`` that were composed from a block; ``exact`` ones need no repair."""
+
+    start: int
+    end: int
+    exact: bool = False
+
+
+def boundary_positions(spans: Sequence[ReusedSpan], repair: Repair) -> list[int]:
+    """The first and last tokens of every span."""
+    chosen: set[int] = set()
+    for s in spans:
+        chosen.update(range(s.start, min(s.end, s.start + repair.first)))
+        chosen.update(range(max(s.start, s.end - repair.last), s.end) if repair.last else ())
+    return sorted(chosen)
+
+
+class AttentionScores:
+    """Collects, over the late layers, how much attention the question's rows give to each position.
+
+    ``hidden [capacity]`` marks positions whose KV is not computed yet. The sum is over rows and heads.
+    """
+
+    def __init__(self, num_layers: int, positions: torch.Tensor, hidden: torch.Tensor) -> None:
+        self.first_layer = int(num_layers * LATE_SHARE)
+        self.positions = positions
+        self.hidden = hidden
+        self.total: torch.Tensor | None = None  # [kv]
+
+    def observe(self, layer: int, query: torch.Tensor, key: torch.Tensor, scaling: float) -> None:
+        if layer < self.first_layer:
+            return
+        _, heads, rows, dim = query.shape
+        kv_heads, kv = key.shape[1], key.shape[2]
+        q = query[0].reshape(kv_heads, heads // kv_heads * rows, dim).float()
+        scores = torch.matmul(q, key[0].float().transpose(1, 2)) * scaling  # [Hkv, G * rows, kv]
+        blocked = torch.arange(kv, device=key.device)[None] > self.positions[:, None]
+        blocked |= self.hidden[None, :kv]
+        scores = scores.reshape(kv_heads, -1, rows, kv).masked_fill_(blocked, float("-inf"))
+        weights = scores.softmax(-1).sum((0, 1, 2))
+        self.total = weights if self.total is None else self.total + weights
+
+
+class MaskedRowsPlan(RowsPlan):
+    """Rows that must not see ``hidden`` positions (their KV is not there yet)."""
+
+    def __init__(self, positions: torch.Tensor, hidden: torch.Tensor, scores: AttentionScores) -> None:
+        super().__init__(positions, observe=scores.observe)
+        self.hidden = hidden
+        self.is_full = False
+
+    def _mask(self, index: int, like: torch.Tensor) -> torch.Tensor:
+        fresh = index not in self._masks
+        mask = super()._mask(index, like)
+        if fresh or not self._keep:
+            mask.masked_fill_(self.hidden[None, : mask.shape[1]], float("-inf"))
+        return mask
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
+        assert self.observe is not None, "a masked plan exists to observe"
+        self.observe(layer, query, key, scaling)
+        return self._tiled(query, key, value, scaling, query.shape[1] // key.shape[1])
+
+
+def question_scores(
+    adapter: ModelAdapter,
+    cache: RequestCache,
+    token_ids: torch.Tensor,
+    question: torch.Tensor,
+    hidden: torch.Tensor,
+) -> torch.Tensor:
+    """Attention of the rows at ``question [q]`` to every position, over the composed (unrepaired) cache.
+
+    Costs a forward of the question's rows (counted). Their KV is written and overwritten by the main forward.
+    """
+    question = question[-MAX_QUESTION_ROWS:]
+    seen = hidden.clone()
+    seen[question] = False
+    scores = AttentionScores(adapter.spec.num_layers, question, seen)
+    plan = MaskedRowsPlan(question, seen, scores)
+    adapter.forward(token_ids[question], question, cache, plan=plan)
+    cache.scoring_rows += question.numel()
+    assert scores.total is not None, "late layers must have been observed"
+    return scores.total
+
+
+class _DeviationCache(RequestCache):
+    """Measures ``|K_new - K_old|^2`` at the check layer, keeps the fresh K and V, and ends the forward there."""
+
+    deviation: torch.Tensor | None = None
+
+    def update(self, key_states, value_states, layer_idx, *args, **kwargs):  # type: ignore[no-untyped-def]
+        if layer_idx == CHECK_LAYER:
+            old = self.kv[layer_idx, 0][:, : self.length]
+            self.deviation = (key_states[0].float() - old.float()).square().sum((0, 2))
+        out = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        if layer_idx == CHECK_LAYER:
+            raise StopForward
+        return out
+
+
+def key_deviation(adapter: ModelAdapter, cache: RequestCache, token_ids: torch.Tensor) -> torch.Tensor:
+    """CacheBlend's score: deviation of K at the check layer, per position; runs ``CHECK_LAYER`` layers on all rows
+    (attention of layers below is full and causal) and leaves the fresh K and V of those layers in the cache."""
+    probe = _DeviationCache(cache.kv)
+    positions = torch.arange(token_ids.numel(), device=token_ids.device)
+    adapter.probe(token_ids, positions, probe, RowsPlan(positions), layers=CHECK_LAYER + 1)
+    assert probe.deviation is not None, "the check layer must have run"
+    cache.rows += probe.rows
+    cache.scoring_rows += probe.rows
+    return probe.deviation
+
+
+def budget(repair: Repair, share: float, context: int, taken: int) -> int:
+    """How many more tokens a scored policy may add: its share, within what ``cap`` leaves."""
+    return max(0, min(round(share * context), int(repair.cap * context) - taken))
+
+
+def top_positions(scores: torch.Tensor, candidates: list[int], count: int) -> list[int]:
+    """The ``count`` candidates with the highest score."""
+    if count <= 0 or not candidates:
+        return []
+    index = torch.tensor(candidates, device=scores.device)
+    best = scores[index].topk(min(count, len(candidates))).indices
+    return sorted(index[best].tolist())

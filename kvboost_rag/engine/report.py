@@ -1,0 +1,92 @@
+"""What happened to a request: per chunk hit or miss and why, token counts, seconds by stage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from time import perf_counter
+
+
+@dataclass(slots=True)
+class ChunkReport:
+    """One chunk span of the prompt.
+
+    ``outcome`` is ``"hit"`` (a stored block was composed), ``"prefix"`` (it stood in a held prefix), ``"miss"``
+    (forwarded in place). ``reason`` says why a miss was a miss, or which block a hit used.
+    """
+
+    start: int
+    end: int
+    outcome: str
+    reason: str = ""
+    repaired_tokens: int = 0
+    text: str = ""  # first characters, for humans
+
+    @property
+    def num_tokens(self) -> int:
+        return self.end - self.start
+
+
+@dataclass(slots=True)
+class Report:
+    """Counts are prompt tokens. ``forwarded_tokens`` is counted where the model is called: every row at every layer
+    that it ran, scoring passes included (a pass over part of the layers counts in proportion)."""
+
+    reuse: str = "chunks"
+    repair: str = ""
+    prompt_tokens: int = 0
+    reused_tokens: int = 0  # neither forwarded nor repaired: taken from blocks or a held prefix as they are
+    repaired_tokens: int = 0
+    prefix_tokens: int = 0  # of the reused: from an exact (or tagged) held prefix
+    prefix_exact: bool = True
+    exact: bool = True  # the answer's KV equals a full prefill over the same tokens
+    forwarded_tokens: float = 0.0
+    scoring_tokens: float = 0.0  # of the forwarded: spent on choosing what to repair
+    stored_tokens: int = 0  # misses encoded and stored after the answer
+    new_tokens: int = 0
+    ttft_s: float = 0.0
+    total_s: float = 0.0
+    stages: dict[str, float] = field(default_factory=dict)  # seconds
+    chunks: list[ChunkReport] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+    @property
+    def hits(self) -> int:
+        """Chunks that were not prefilled."""
+        return sum(c.outcome in ("hit", "prefix") for c in self.chunks)
+
+    @property
+    def misses(self) -> int:
+        """Chunks that were forwarded."""
+        return sum(c.outcome == "miss" for c in self.chunks)
+
+    def as_dict(self) -> dict[str, object]:
+        """Plain JSON-able dict."""
+        return {**asdict(self), "hits": self.hits, "misses": self.misses}
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Add the seconds of a ``with`` block to ``stages[name]``."""
+        started = perf_counter()
+        try:
+            yield
+        finally:
+            self.stages[name] = self.stages.get(name, 0.0) + perf_counter() - started
+
+    def table(self) -> str:
+        """A plain-text table for people."""
+        n = max(1, self.prompt_tokens)
+        lines = [f"{'chunk':>5} {'tokens':>13} {'outcome':8} {'repaired':>8}  why"]
+        for i, c in enumerate(self.chunks):
+            where = f"[{c.start}, {c.end})"
+            lines.append(f"{i:>5} {where:>13} {c.outcome:8} {c.repaired_tokens:>8}  {c.reason}")
+        lines.append(
+            f"prompt {self.prompt_tokens} tokens: reused {self.reused_tokens} ({self.reused_tokens / n:.0%}), "
+            f"repaired {self.repaired_tokens}, forwarded {self.forwarded_tokens:.0f} ({self.forwarded_tokens / n:.0%})"
+        )
+        lines.append(f"reuse={self.reuse} repair={self.repair} {'exact' if self.exact else 'approximate'}")
+        stages = ", ".join(f"{name} {1e3 * s:.0f} ms" for name, s in self.stages.items())
+        lines.append(f"first token after {1e3 * self.ttft_s:.0f} ms ({stages}); {self.new_tokens} new tokens")
+        lines += [f"warning: {w}" for w in self.warnings]
+        return "\n".join(lines)

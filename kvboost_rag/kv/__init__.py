@@ -1,0 +1,1 @@
+"""Tensors only: blocks, rotary tables, bytes on the wire. No disk, no model."""

@@ -1,0 +1,23 @@
+"""Where blocks are kept: in memory, in a folder, in both, or nowhere. ``base`` has the contract."""
+
+from __future__ import annotations
+
+from kvboost_rag.store.base import REASONS, BlockStore, Miss, Problem, StoreStats
+from kvboost_rag.store.disk import DiskStore
+from kvboost_rag.store.memory import MemoryStore
+from kvboost_rag.store.null import NullStore
+from kvboost_rag.store.open import open_store
+from kvboost_rag.store.tiered import TieredStore
+
+__all__ = [
+    "REASONS",
+    "BlockStore",
+    "DiskStore",
+    "MemoryStore",
+    "Miss",
+    "NullStore",
+    "Problem",
+    "StoreStats",
+    "TieredStore",
+    "open_store",
+]

@@ -1,0 +1,140 @@
+"""The contract of every block store.
+
+A store maps a key to a :class:`~kvboost_rag.kv.block.Block`. Three rules stand above all:
+
+* **The index is never proof.** A block is served only if the key derived from its own header and token ids equals the
+  key that was asked for. Everything else is a :class:`Miss` with a reason.
+* **A store never breaks an answer.** A damaged, foreign or unreadable block is a miss and is set aside; a full disk or
+  full memory is a skipped write with one warning. Only a store that cannot be opened at all raises
+  :class:`~kvboost_rag.errors.StoreError`.
+* **Blocks are immutable.** Writing a key that exists is a no-op that counts as success.
+
+Every method is safe from several threads, and for stores on disk from several processes.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from kvboost_rag.kv.block import Block
+from kvboost_rag.store.anchors import AnchorIndex
+
+# Reasons of a miss, as shown to users. Stores use these words and no others.
+REASONS = (
+    "absent",  # never stored, or evicted and forgotten
+    "store off",  # the null store
+    "damaged",  # truncated, bit-flipped, unreadable; set aside
+    "foreign",  # not a block of ours, or of an unknown format version; set aside
+    "mismatch",  # the header says it is another computation; set aside
+    "unavailable",  # a tier did not answer in time
+    "expired",  # older than its time to live
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Miss:
+    """Why there is no block: one of :data:`REASONS`, and a detail for humans."""
+
+    reason: str
+    detail: str = ""
+
+
+@dataclass(slots=True)
+class StoreStats:
+    """Counters since opening, and what is held now. ``bytes`` counts K and V payload as stored."""
+
+    kind: str
+    blocks: int = 0
+    bytes: int = 0
+    limit_bytes: int | None = None
+    hits: int = 0
+    misses: dict[str, int] = field(default_factory=dict)  # reason → count
+    writes: int = 0
+    skipped_writes: int = 0  # full disk, full memory, larger than the limit
+    evictions: int = 0
+    known_chunks: int = 0
+    tiers: list[StoreStats] = field(default_factory=list)
+
+    def as_dict(self) -> dict[str, object]:
+        """Plain JSON-able dict."""
+        own = {name: getattr(self, name) for name in self.__slots__ if name != "tiers"}
+        return {**own, "tiers": [tier.as_dict() for tier in self.tiers]}
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One finding of :meth:`BlockStore.check`."""
+
+    kind: str  # "damaged" | "foreign" | "mismatch" | "orphan file" | "missing file" | "index" | "anchors"
+    where: str  # key or file
+    detail: str
+    fixed: bool = False
+
+
+class BlockStore(ABC):
+    """Where blocks are kept. See the module's docstring for what always holds."""
+
+    #: The texts known to this store (persisted with it where the store persists). Grows by :meth:`AnchorIndex.add`;
+    #: it may know texts whose block is gone (evicted): such a span is found, and its look-up is a miss.
+    anchors: AnchorIndex
+
+    @abstractmethod
+    def get(self, key: str) -> Block | Miss:
+        """The block under ``key``, verified, or why not. Does not modify stored data, except to set damage aside
+        and to note recency. The tensor may be a read-only view of a mapped file: never write into it."""
+
+    @abstractmethod
+    def put(self, block: Block) -> bool:
+        """Keep ``block`` under its own key. True if it is stored now (or was before); False if the write was skipped
+        (no room). Atomic: readers see the whole block or none."""
+
+    @abstractmethod
+    def contains(self, key: str) -> bool:
+        """Whether ``key`` is probably here. Cheap, reads no tensor, and no proof: :meth:`get` may still miss."""
+
+    @abstractmethod
+    def delete(self, key: str) -> bool:
+        """Forget ``key``. True if it was here."""
+
+    @abstractmethod
+    def keys(self) -> Iterator[str]:
+        """All keys, in no order. Concurrent changes may or may not be seen."""
+
+    @abstractmethod
+    def stats(self) -> StoreStats:
+        """Counters and sizes."""
+
+    @abstractmethod
+    def check(self, fix: bool = False) -> list[Problem]:
+        """Read everything and list what is wrong; with ``fix`` set it aside. An empty list means healthy.
+        Costs a full read of the store."""
+
+    @abstractmethod
+    def clear(self) -> int:
+        """Drop every block, known text and manifest entry; the number of blocks dropped."""
+
+    @abstractmethod
+    def get_meta(self, name: str) -> bytes | None:
+        """A small named value of the store's manifest (for example the frozen canonical head of a model)."""
+
+    @abstractmethod
+    def put_meta(self, name: str, value: bytes) -> bytes:
+        """Set ``name`` if it is not set, atomically; returns the value that holds now (first writer wins)."""
+
+    def get_many(self, keys: Sequence[str]) -> list[Block | Miss]:
+        """:meth:`get` for several keys, in order. Stores with slow media override it to read in parallel."""
+        return [self.get(key) for key in keys]
+
+    def touch(self, key: str) -> None:  # noqa: B027 - optional hook
+        """Note that ``key`` was used elsewhere (a faster tier had it), for stores that evict by use. Cheap."""
+
+    def close(self) -> None:  # noqa: B027 - optional hook
+        """Release handles. Safe to call twice."""
+
+    def __enter__(self) -> BlockStore:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()

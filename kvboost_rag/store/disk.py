@@ -1,0 +1,259 @@
+"""Blocks in a folder: self-describing files, read by mapping them, with diskcache as the index beside them.
+
+A look-up goes from the key straight to the file; the index is only told of it, in batches. So reads never wait for a
+lock, and the index can be busy, damaged or gone without a block being lost. ``docs/store-format.md`` has the layout.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+from kvboost_rag.errors import BlockFormatError, MissingExtraError, StoreError, UsageError
+from kvboost_rag.kv.block import Block
+from kvboost_rag.kv.codec import decode_block, encode_parts
+from kvboost_rag.store.anchors import AnchorIndex
+from kvboost_rag.store.base import BlockStore, Miss, Problem, StoreStats
+from kvboost_rag.store.counters import Counters, admit
+from kvboost_rag.store.disk_check import check_store
+from kvboost_rag.store.disk_files import BlockFiles, IndexUnavailable, reason_of
+from kvboost_rag.store.disk_folder import open_folder
+from kvboost_rag.store.manifest import Manifest
+
+DEFAULT_DISK_BYTES = 20 << 30
+DEFAULT_FREE_BYTES = 1 << 30
+READERS = 4  # threads of get_many
+_TOUCH_BATCH = 256  # look-ups
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM)  # says nothing about the file itself
+
+
+class DiskStore(BlockStore):
+    """Blocks in ``folder``, which several processes may share (on a local file system).
+
+    Args:
+        folder: created, private to the user, if it is not there.
+        limit_bytes: most bytes of block files; the least recently used go first.
+        min_free_bytes: space on the medium that is left to others: a write that would go below is skipped.
+        keep_text: keep the chunk's text in headers.
+        lock_timeout_s: how long to wait for another process's transaction on the index.
+
+    Raises:
+        StoreError: the folder cannot be used: not a folder, not writable, or of a newer layout.
+        MissingExtraError: diskcache is not installed.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        limit_bytes: int = DEFAULT_DISK_BYTES,
+        *,
+        min_free_bytes: int = DEFAULT_FREE_BYTES,
+        keep_text: bool = False,
+        lock_timeout_s: float = 30.0,
+    ) -> None:
+        if limit_bytes <= 0 or min_free_bytes < 0:
+            raise UsageError(f"limits of {limit_bytes} and {min_free_bytes} bytes", hint="give positive numbers")
+        try:
+            from kvboost_rag.store.disk_index import BlockIndex
+        except ImportError as error:
+            raise MissingExtraError(f"a store on disk needs diskcache: {error}", hint="pip install diskcache") from None
+        self.folder = open_folder(folder)
+        self.limit_bytes, self.min_free_bytes, self.keep_text = limit_bytes, min_free_bytes, keep_text
+        self.counters = Counters()
+        self._touched: dict[str, None] = {}  # keys used since the index was last told, oldest first
+        self._uses = 0  # since then
+        self._lock = threading.Lock()
+        self._pool: tuple[int, ThreadPoolExecutor] | None = None  # with the process that it works in
+        try:
+            self.files = BlockFiles(self.folder)
+            self.index = BlockIndex(self.files, limit_bytes, lock_timeout_s)
+            self.manifest = Manifest(self.files, self.counters)
+        except OSError as error:
+            raise StoreError(f"cannot open the store in {self.folder}: {error}", hint="choose another folder") from None
+        self.anchors = AnchorIndex(self.folder / "anchors.bin")
+        self._sweep()
+
+    def get(self, key: str) -> Block | Miss:
+        found = self._load(key)
+        if isinstance(found, Block):
+            self.touch(key)
+        return self.counters.result(found)
+
+    def get_many(self, keys: Sequence[str]) -> list[Block | Miss]:
+        if len(keys) < 2:
+            return [self.get(key) for key in keys]
+        return list(self._executor().map(self.get, keys))
+
+    def put(self, block: Block) -> bool:
+        block = admit(block, keep_text=self.keep_text)
+        path = self.files.path(block.key)
+        assert path is not None, block.key
+        if os.path.exists(path):
+            self.touch(block.key)
+            return True
+        try:
+            parts = encode_parts(block)
+        except BlockFormatError as error:
+            return self.counters.skip("format", str(error))
+        size = sum(len(part) for part in parts)
+        if size > self.limit_bytes:
+            return self.counters.skip("too large", f"{size} bytes do not fit the limit of {self.limit_bytes}")
+        try:
+            if shutil.disk_usage(self.folder).free - size < self.min_free_bytes:
+                return self.counters.skip("floor", f"less than {self.min_free_bytes} bytes would stay free on the disk")
+            self._write(block, parts, path, size)
+        except OSError as error:
+            cause = "full" if error.errno in _NO_ROOM else "write"
+            return self.counters.skip(cause, f"cannot write to {self.folder}: {error}")
+        self.counters.count("writes")
+        return True
+
+    def contains(self, key: str) -> bool:
+        path = self.files.path(key)
+        return path is not None and os.path.exists(path)
+
+    def delete(self, key: str) -> bool:
+        with self._lock:
+            self._touched.pop(key, None)
+        try:
+            return self.index.delete(key)
+        except (IndexUnavailable, OSError):
+            path = self.files.path(key)
+            had = path is not None and os.path.exists(path)
+            if path is not None:
+                with suppress(OSError):
+                    path.unlink()
+            return had
+
+    def keys(self) -> Iterator[str]:
+        self.flush()
+        try:
+            return iter(self.index.keys())
+        except (IndexUnavailable, OSError):
+            return iter([key for key in map(self.files.key, self.files.walk()) if key is not None])
+
+    def stats(self) -> StoreStats:
+        """Counters and sizes; ``bytes`` counts block files, headers included."""
+        self.flush()
+        stats = self.counters.stats("disk")
+        with suppress(IndexUnavailable, OSError):
+            stats.blocks, stats.bytes = self.index.totals()
+        stats.limit_bytes = self.limit_bytes
+        stats.known_chunks = len(self.anchors)
+        return stats
+
+    def check(self, fix: bool = False) -> list[Problem]:
+        self.flush()
+        return check_store(self.files, self.index, self.manifest, self.anchors, fix)
+
+    def clear(self) -> int:
+        with self._lock:
+            self._touched.clear()
+        dropped = 0
+        for path in self.files.walk():
+            with suppress(OSError):
+                path.unlink()
+                dropped += self.files.key(path) is not None
+        with suppress(IndexUnavailable, OSError):
+            self.index.clear()
+        self.files.empty_quarantine()
+        self.manifest.clear()
+        self.anchors.clear()
+        return dropped
+
+    def get_meta(self, name: str) -> bytes | None:
+        return self.manifest.get(name)
+
+    def put_meta(self, name: str, value: bytes) -> bytes:
+        return self.manifest.put(name, value)
+
+    def touch(self, key: str) -> None:
+        with self._lock:
+            self._touched.pop(key, None)
+            self._touched[key] = None
+            self._uses += 1
+            due = self._uses % _TOUCH_BATCH == 0
+        if due:
+            self._executor().submit(self.flush)  # a look-up does not wait for the index
+
+    def flush(self) -> None:
+        """Tell the index what was used. Happens by itself every so often, and on :meth:`close`."""
+        with self._lock:
+            touched, self._touched = self._touched, {}
+        if touched:
+            try:
+                self.counters.count("evictions", self.index.touch(touched))
+            except (IndexUnavailable, OSError):
+                with self._lock:  # next time
+                    self._touched = {**touched, **self._touched}
+
+    def close(self) -> None:
+        self.flush()
+        if self._pool is not None:
+            self._pool[1].shutdown()
+            self._pool = None
+        self.anchors.close()
+        self.index.close()
+
+    def _load(self, key: str, *, again: bool = True) -> Block | Miss:
+        path = self.files.path(key)
+        if path is None:
+            return Miss("absent", "not a key")
+        seen = None
+        try:
+            buffer, seen = self.files.read(path)
+            block = decode_block(buffer)
+        except FileNotFoundError:
+            return Miss("absent")
+        except BlockFormatError as error:
+            reason, detail = reason_of(error), str(error)
+        except OSError as error:
+            if error.errno in _PASSING:
+                return Miss("unavailable", str(error))
+            reason, detail = "damaged", str(error)
+        except MemoryError:
+            return Miss("unavailable", "out of memory")
+        else:
+            if block.key == key:
+                return block
+            reason, detail = "mismatch", f"holds {block.key}"
+        moved = self.files.set_aside(path, seen, reason)
+        if not moved and again:  # another process replaced or moved it meanwhile
+            return self._load(key, again=False)
+        self._forget(key)
+        return Miss(reason, detail)
+
+    def _write(self, block: Block, parts: list[memoryview | bytes], path: Path, size: int) -> None:
+        self.flush()  # recency decides who goes
+        with self.files.staged(parts) as staged:
+            try:
+                dropped = self.index.publish(block.key, staged, path, size, block.header.tags)
+                self.counters.count("evictions", dropped)
+            except IndexUnavailable as error:
+                self.counters.warn("index", f"the index of {self.folder} does not answer ({error}); going on without")
+                if staged.exists():
+                    self.files.publish(staged, path)
+                self.touch(block.key)  # its row comes later
+
+    def _forget(self, key: str) -> None:
+        with suppress(IndexUnavailable, OSError):
+            self.index.forget(key)
+
+    def _executor(self) -> ThreadPoolExecutor:
+        with self._lock:
+            if self._pool is None or self._pool[0] != os.getpid():  # threads do not survive a fork
+                self._pool = (os.getpid(), ThreadPoolExecutor(READERS, thread_name_prefix="kvboost-store"))
+            return self._pool[1]
+
+    def _sweep(self) -> None:
+        """Remove what writers that were killed left behind."""
+        for path in self.files.abandoned():
+            with suppress(OSError):
+                path.unlink()

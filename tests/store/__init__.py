@@ -1,0 +1,1 @@
+"""Tests of the block stores and their format."""
