@@ -93,7 +93,7 @@ def _answer(engine: Any, prompt: list[dict[str, str]], chunks: Sequence[SourceCh
 
 def _print_report(chunks: Sequence[SourceChunk], result: Any) -> None:
     click.echo("", err=True)
-    for number, chunk in enumerate(chunks, start=1):
+    for number, chunk in enumerate(chunks):
         click.echo(f"chunk {number}: {_place(chunk)}", err=True)
     click.echo(result.report.table(), err=True)
 

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -97,6 +98,7 @@ class EngineOptions:
     device: str
     revision: str | None
     filler: str | None = None
+    disk_bytes: int | None = None
     keep_text: bool = False
 
     @classmethod
@@ -111,12 +113,18 @@ class EngineOptions:
             device=params.pop("device"),
             revision=params.pop("revision"),
             filler=text_value(f"@{filler}") if filler else None,
+            disk_bytes=params.pop("store_limit"),
             keep_text=params.pop("keep_text", False),
         )
 
     def kwargs(self) -> dict[str, Any]:
         """Keyword arguments; what was not given is left to the engine's defaults."""
-        given = {"revision": self.revision, "filler": self.filler, "keep_text": self.keep_text or None}
+        given = {
+            "revision": self.revision,
+            "filler": self.filler,
+            "disk_bytes": self.disk_bytes,
+            "keep_text": self.keep_text or None,
+        }
         rest = {name: value for name, value in given.items() if value is not None}
         return {"store": self.store, "dtype": self.dtype, "device": self.device, **rest}
 
@@ -133,6 +141,8 @@ def engine_for(options: EngineOptions) -> Iterator[Any]:
     """The engine, closed at the end where it can be closed."""
     # pypdf tells about every oddity of a file; what matters comes as an InputProblem.
     logging.getLogger("pypdf").setLevel(logging.ERROR)
+    if not sys.stderr.isatty():
+        os.environ.setdefault("TQDM_DISABLE", "1")  # the bars that transformers draws while it loads weights
     engine = make_engine(options)
     try:
         yield engine
@@ -167,6 +177,12 @@ engine_options = options(
         "--model", default="smollm2", show_default=True, envvar="KVBOOST_MODEL", help="Hub id, folder or .gguf file."
     ),
     store_option,
+    click.option(
+        "--store-limit",
+        metavar="SIZE",
+        callback=parsed(parse_size),
+        help="Most bytes of block files; the least recently used go first.  [default: 20GiB]",
+    ),
     click.option("--dtype", default="auto", show_default=True, help="float32, bfloat16, float16 or auto."),
     click.option("--device", default="auto", show_default=True, help="cpu, cuda, cuda:1, mps or auto."),
     click.option("--revision", help="Branch, tag or commit of a hub model."),

@@ -59,7 +59,7 @@ class _Job:
             errors="replace",
             # A session of its own: Ctrl-C reaches it through us, once, and not a second time from the terminal.
             start_new_session=True,
-            env={"OMP_NUM_THREADS": threads, **os.environ, PARENT: str(os.getpid())},
+            env={"OMP_NUM_THREADS": threads, "TQDM_DISABLE": "1", **os.environ, PARENT: str(os.getpid())},
         )
         self.threads = [Thread(target=self._read_output, daemon=True), Thread(target=self._pass_on, daemon=True)]
         for thread in self.threads:
@@ -86,7 +86,7 @@ class _Job:
             return WarmReport.from_dict(json.loads(self.output))
         except (ValueError, KeyError, TypeError):  # it ended before it could say anything
             status = self.process.returncode
-            if interrupted or status in (130, -signal.SIGINT):
+            if interrupted or status in (130, -signal.SIGINT, -signal.SIGTERM):
                 return WarmReport(interrupted=True)
             return WarmReport(problems=[InputProblem(f"job {self.label}", None, f"ended with status {status}")])
 
@@ -103,7 +103,7 @@ def run_jobs(arguments: Sequence[str], count: int) -> WarmReport:
                 job.wait()
         except KeyboardInterrupt:
             interrupted = True
-            _signal(jobs, signal.SIGINT)
+            _signal(jobs, signal.SIGTERM)  # which warmup treats alike; a background shell lets SIGINT be ignored
             for job in jobs:
                 job.wait()
     finally:  # a second Ctrl-C, or a process that could not be started

@@ -116,7 +116,8 @@ def prune(store: str, max_bytes: int | None, older_than: float | None, as_json: 
 def _prune(store: Any, max_bytes: int | None, older_than_s: float | None) -> int:
     method = getattr(store, "prune", None)
     if method is None:
-        raise UsageError(f"a {store.stats().kind} store cannot be pruned", hint="prune works on a folder")
+        kind = store.stats().kind
+        raise UsageError(f"a {kind} store cannot be pruned", hint="store clear, or a smaller --store-limit at warmup")
     given = {"max_bytes": max_bytes, "older_than_s": older_than_s}
     return int(method(**{name: value for name, value in given.items() if value is not None}))
 

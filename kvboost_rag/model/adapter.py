@@ -156,6 +156,8 @@ class ModelAdapter:
 
     @torch.inference_mode()
     def _call(self, ids: torch.Tensor, positions: torch.Tensor, cache: Any, plan: Plan, keep: int) -> Any:
+        if getattr(self.model.config, "_attn_implementation", NAME) != NAME:
+            self.model.set_attn_implementation(NAME)  # somebody set it back: another function would ignore the plan
         # A 4-D mask is passed through untouched, so no causal mask is built that the plan would ignore.
         skip_mask = torch.zeros(1, 1, 1, 1, dtype=self.spec.dtype, device=ids.device)
         kwargs = {self._cache_kw: cache}

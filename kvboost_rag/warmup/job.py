@@ -125,8 +125,9 @@ class _Job:
         # Texts are registered even where nothing is computed: the block may be older than the anchors (a killed job).
         self.encoder.register([(item.text, item.key) for item in items if CANONICAL not in item.missing])
         todo = [item for item in items if item.missing]
-        self.report.skipped += len(items) - len(todo)
-        self.meter.window(len(items), len(items) - len(todo))
+        skipped = len(items) - len(todo)
+        self.report.skipped += skipped
+        self.meter.window(skipped + sum(len(item.missing) for item in todo), skipped)
         for context in dict.fromkeys(context for item in todo for context in item.missing):
             self._context([item for item in todo if context in item.missing], context)
 
@@ -146,6 +147,7 @@ class _Job:
                 pending += [batch[half:], batch[:half]]
             elif error:
                 self._fail(batch[0], f"could not be computed: {error}")
+                self.meter.done(1)
                 self._stop_if_hopeless(error)
 
     def _batch(self, batch: list[Item], context: str) -> str | None:
@@ -165,7 +167,7 @@ class _Job:
         written = [item for item, block in zip(batch, blocks, strict=True) if self._put(item, block, context)]
         if context == CANONICAL:
             self.encoder.register([(item.text, item.key) for item in written])
-        self.meter.done(sum(item.failed or not item.missing for item in batch))
+        self.meter.done(len(batch))
         self._stop_if_hopeless("the store does not take blocks")
 
     def _put(self, item: Item, block: Block, context: str) -> bool:

@@ -24,7 +24,7 @@ class Meter:
         self._read = 0
         self._low: float | None = 0.0  # fraction of the input read before the present window
         self._high: float | None = 0.0  # and with it
-        self._size = self._done = 0  # of the window, in chunks
+        self._size = self._done = 0  # of the window, in blocks
         self._origin = (0.0, self._started)  # fraction and time when computing began
 
     def counted(self, chunks: Iterable[SourceChunk | str]) -> Iterator[SourceChunk | str]:
@@ -34,14 +34,14 @@ class Meter:
             yield chunk
 
     def window(self, size: int, done: int) -> None:
-        """A window of ``size`` chunks was read, ``done`` of them need no work."""
+        """A window was read that amounts to ``size`` blocks, ``done`` of which need no work."""
         if self._callback:
             self._low, self._high = self._high, self._fraction_read()
             self._size, self._done = size, 0
             self.done(done)
 
     def done(self, count: int) -> None:
-        """``count`` more chunks of the window are dealt with."""
+        """``count`` more blocks of the window are dealt with."""
         if self._callback:
             self._done += count
             self._callback(self._moment(time.perf_counter()))

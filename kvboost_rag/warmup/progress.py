@@ -70,7 +70,8 @@ def _rich_bar(out: TextIO) -> Any | None:
         from rich.progress import BarColumn, Progress, TextColumn
     except ImportError:
         return None
-    return Progress(BarColumn(bar_width=24), TextColumn("{task.description}"), console=Console(file=out))
+    columns = (BarColumn(bar_width=24), TextColumn("{task.description}"))
+    return Progress(*columns, console=Console(file=out), redirect_stdout=False)
 
 
 class _PlainLines:

@@ -30,7 +30,7 @@ def test_the_answer_is_on_stdout_and_the_report_on_stderr(docs: Path, engine: Fa
     assert result.exit_code == 0
     assert result.stdout == "Forty-two.\n"
     assert "prompt 100  reused 80" in result.stderr
-    assert f"chunk 1: {docs}:1" in result.stderr
+    assert f"chunk 0: {docs}:1" in result.stderr
 
 
 def test_the_prompt_holds_the_best_chunks_exactly(docs: Path, engine: FakeEngine) -> None:

@@ -36,7 +36,7 @@ def test_all_fine_is_status_0_with_a_summary_on_stdout(corpus: Path, engine: Fak
 def test_options_reach_the_engine(corpus: Path, engine: FakeEngine, tmp_path: Path) -> None:
     (tmp_path / "filler.txt").write_text("Neutral prose.")
     (tmp_path / "head.txt").write_text("You are helpful.")
-    words = "--model m --store kv --dtype float32 --device cpu --revision r --keep-text --no-progress".split()
+    words = "--model m --store kv --store-limit 2GiB --dtype float32 --device cpu --revision r --keep-text".split()
     files = ["--filler", tmp_path / "filler.txt", "--head", f"@{tmp_path / 'head.txt'}"]
     assert run("warmup", corpus, *words, *files).exit_code == 0
     assert engine.options
@@ -47,6 +47,7 @@ def test_options_reach_the_engine(corpus: Path, engine: FakeEngine, tmp_path: Pa
         "device": "cpu",
         "revision": "r",
         "filler": "Neutral prose.",
+        "disk_bytes": 2 << 30,
         "keep_text": True,
     }
     assert engine.heads == ["You are helpful."]
@@ -203,6 +204,7 @@ shard = words[words.index("--shard") + 1]
 report = dict(stored=2, skipped=1, failed=0, tokens=10, bytes=80, seconds=1.0, interrupted=False, ignored={".png": 1},
               problems=[dict(source="a.pdf", line=None, reason="unreadable")])
 mode = os.environ.get("MODE")
+signal.signal(signal.SIGTERM, signal.default_int_handler)
 if mode == "crash" and shard == "2/2":
     sys.exit("Segmentation fault")
 if mode == "interrupt":

@@ -257,9 +257,13 @@ def test_merged_counts_add_up_and_shared_problems_are_told_once() -> None:
     assert whole.interrupted
 
 
-def test_progress_runs_from_zero_to_one() -> None:
+@pytest.mark.parametrize("head", [None, "You are helpful."])
+@pytest.mark.parametrize("poison", [set(), {TEXTS[3], TEXTS[299]}])
+def test_progress_runs_from_zero_to_one(head: str | None, poison: set[str]) -> None:
     seen: list[WarmProgress] = []
-    warm(FakeEncoder(), TEXTS, batch_tokens=400, window=64, progress=seen.append)
+    encoder = FakeEncoder(head=head)
+    encoder.poison = poison
+    warm(encoder, TEXTS, batch_tokens=400, window=64, progress=seen.append)
     fractions = [now.fraction for now in seen]
     assert None not in fractions
     assert fractions == sorted(fractions)  # type: ignore[type-var]

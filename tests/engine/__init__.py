@@ -1,0 +1,1 @@
+"""Laws of the engine: what must hold whatever is reused."""
