@@ -64,7 +64,7 @@ class Prefiller:
             logits = self._forward(cache, ids, done, spans, repaired, repair)
         exact = _exact_tokens(rest, done, hit, found, repair, prompt.num_tokens)
         reused = sum(s.end - s.start for s in spans) - len(repaired)
-        self._note_counts(report, prompt, cache, done, reused, len(repaired), exact)
+        self._note_counts(report, prompt, cache, done, reused, repaired, exact)
         return Prepared(prompt, cache, logits, exact, [f.segment for f in found if f.block is None])
 
     def _lay_prefix(self, cache: RequestCache, prompt: Prompt, hit: PrefixHit | None, report: Report) -> int:
@@ -167,11 +167,12 @@ class Prefiller:
 
     @staticmethod
     def _note_counts(
-        report: Report, prompt: Prompt, cache: RequestCache, done: int, reused: int, repaired: int, exact: int
+        report: Report, prompt: Prompt, cache: RequestCache, done: int, reused: int, repaired: list[int], exact: int
     ) -> None:
         report.prompt_tokens = prompt.num_tokens
         report.reused_tokens = done + reused
-        report.repaired_tokens = repaired
+        report.repaired_tokens = len(repaired)
+        report.repaired_positions = repaired
         report.forwarded_tokens = cache.rows
         report.scoring_tokens = cache.scoring_rows
         report.exact = exact == prompt.num_tokens

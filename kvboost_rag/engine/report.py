@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from time import perf_counter
+from typing import Any
 
 
 @dataclass(slots=True)
@@ -50,6 +51,7 @@ class Report:
     stages: dict[str, float] = field(default_factory=dict)  # seconds
     chunks: list[ChunkReport] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    repaired_positions: list[int] = field(default_factory=list)  # not part of as_dict
 
     @property
     def hits(self) -> int:
@@ -63,7 +65,20 @@ class Report:
 
     def as_dict(self) -> dict[str, object]:
         """Plain JSON-able dict."""
-        return {**asdict(self), "hits": self.hits, "misses": self.misses}
+        own = asdict(self)
+        del own["repaired_positions"]
+        return {**own, "hits": self.hits, "misses": self.misses}
+
+    def plot(self, path: str | None = None) -> Any:
+        """The prompt as coloured spans: a matplotlib figure, saved to ``path`` (PNG or SVG) if given."""
+        from kvboost_rag.engine.picture import report_plot
+
+        return report_plot(self, path)
+
+    def _repr_html_(self) -> str:
+        from kvboost_rag.engine.picture import report_html
+
+        return report_html(self)
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:

@@ -19,6 +19,11 @@ class Result:
     finish_reason: str
     report: Report
 
+    def _repr_html_(self) -> str:
+        from html import escape
+
+        return f"<p>{escape(self.text)}</p>{self.report._repr_html_()}"
+
     def as_dict(self) -> dict[str, object]:
         """Plain JSON-able dict."""
         return {
