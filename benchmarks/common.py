@@ -8,7 +8,7 @@ import random
 import statistics
 import subprocess
 from collections.abc import Callable
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ def environment() -> dict[str, Any]:
     import kvboost_rag
 
     return {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": _git("rev-parse", "--short", "HEAD"),
         "cpu": _cpu_name(),
         "threads": torch.get_num_threads(),

@@ -16,7 +16,6 @@ import torch
 from common import environment, pool_of_chunks, spread, write_result
 
 from kvboost_rag import KVBoost
-from kvboost_rag.model.load import load_model
 
 CHUNKS, TOKENS, POOL = 8, 256, 24
 SYSTEM = "Answer the question from the context."
@@ -37,8 +36,9 @@ class HuggingFace:
     """``model(...)`` over the whole prompt, as a user would call it without us (logits of the last row only)."""
 
     def __init__(self, name: str, dtype: str) -> None:
-        loaded = load_model(name, dtype=dtype)
-        self.model, self.tokenizer = loaded.model, loaded.tokenizer
+        own = KVBoost.from_pretrained(name, dtype=dtype, store=None, reuse="off")
+        self.model, self.tokenizer = own.model, own.tokenizer
+        self.model.set_attn_implementation("sdpa")  # transformers' default
 
     def ask(self, prompt: list[dict[str, str]]) -> tuple[float, float]:
         started = time.perf_counter()
@@ -57,10 +57,9 @@ def ask(engine: KVBoost, prompt: list[dict[str, str]], **options: Any) -> tuple[
 
 def measure(model: str, dtype: str, queries: int) -> dict[str, Any]:
     hf = HuggingFace(model, dtype)
-    loaded = load_model(model, dtype=dtype)
-    build = lambda **kw: KVBoost(loaded.model, loaded.tokenizer, **kw)  # noqa: E731
-    chunked, prefix, floor = build(store="memory"), build(store=None, reuse="prefix"), build(store=None, reuse="prefix")
-    tok = loaded.tokenizer
+    chunked = KVBoost.from_pretrained(model, dtype=dtype, store="memory")
+    tok = chunked.tokenizer
+    prefix, floor = (KVBoost(chunked.model, tok, store=None, reuse="prefix") for _ in range(2))
     pool = pool_of_chunks(
         lambda t: tok(t, add_special_tokens=False).input_ids, lambda i: tok.decode(i, skip_special_tokens=False),
         POOL, TOKENS,

@@ -11,6 +11,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CancelToken",
+    "Corpus",
     "KVBoost",
     "KVBoostError",
     "Piece",
@@ -18,12 +19,15 @@ __all__ = [
     "Report",
     "Result",
     "Score",
+    "SourceChunk",
+    "SplitOptions",
     "WarmReport",
     "__version__",
 ]
 
 _HOME = {
     "CancelToken": "kvboost_rag.engine.decode",
+    "Corpus": "kvboost_rag.warmup",
     "KVBoost": "kvboost_rag.api",
     "KVBoostError": "kvboost_rag.errors",
     "Piece": "kvboost_rag.engine.result",
@@ -31,6 +35,8 @@ _HOME = {
     "Report": "kvboost_rag.engine.report",
     "Result": "kvboost_rag.engine.result",
     "Score": "kvboost_rag.engine.result",
+    "SourceChunk": "kvboost_rag.warmup",
+    "SplitOptions": "kvboost_rag.warmup",
     "WarmReport": "kvboost_rag.warmup",
 }
 
@@ -43,6 +49,9 @@ if TYPE_CHECKING:
     from kvboost_rag.engine.result import Result as Result
     from kvboost_rag.engine.result import Score as Score
     from kvboost_rag.errors import KVBoostError as KVBoostError
+    from kvboost_rag.warmup import Corpus as Corpus
+    from kvboost_rag.warmup import SourceChunk as SourceChunk
+    from kvboost_rag.warmup import SplitOptions as SplitOptions
     from kvboost_rag.warmup import WarmReport as WarmReport
 
 

@@ -40,6 +40,7 @@ class KVBoost:
         repair: ``"fast"``, ``"balanced"``, ``"faithful"`` or a :class:`Repair` value.
         filler: prose that blocks are computed after (default: the package's own English text); part of every key.
         filler_tokens: how much of it; never more than a quarter of the model's window.
+        alone: compute blocks without any context (the naive baseline: for measuring, not for use).
         salt: tenant salt; the same text under another salt never hits.
         prefix_bytes: budget for KV of earlier requests (conversation turns, repeated prompts).
         memory_bytes, disk_bytes: budgets of the store's tiers.
@@ -60,6 +61,7 @@ class KVBoost:
         repair: str | Repair = "balanced",
         filler: str | None = None,
         filler_tokens: int = FILLER_TOKENS,
+        alone: bool = False,
         salt: str = "",
         prefix_bytes: int = DEFAULT_PREFIX_BYTES,
         memory_bytes: int | None = None,
@@ -77,7 +79,9 @@ class KVBoost:
         self.store = open_store(
             store if supported else None, memory_bytes=memory_bytes, limit_bytes=disk_bytes, keep_text=keep_text
         )
-        self._canonical = canonical_context(self.adapter, self.tokens, self.store, filler, filler_tokens)
+        self._canonical = canonical_context(
+            self.adapter, self.tokens, self.store, filler, filler_tokens, alone=alone
+        )
         self._keep_text = keep_text
         self._salt = salt
         self._encoder = self.encoder()
@@ -105,6 +109,16 @@ class KVBoost:
         """
         loaded = load_model(name, dtype=dtype, device=device, revision=revision, trust_remote_code=trust_remote_code)
         return cls(loaded.model, loaded.tokenizer, store=store, name=loaded.name, **options)
+
+    @property
+    def model(self) -> Any:
+        """The transformers model; it still works on its own."""
+        return self.adapter.model
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer."""
+        return self.adapter.tokenizer
 
     # -- warm-up -----------------------------------------------------------------------------------------------------
 

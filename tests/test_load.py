@@ -145,7 +145,7 @@ def _cut(folder: Path, num_bytes: int) -> None:
 
 
 def _pickle_only(folder: Path) -> None:
-    torch.save({}, folder / "pytorch_model.bin")
+    torch.save(tiny_model().state_dict(), folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
 
 
@@ -295,6 +295,20 @@ def test_gguf_loads_where_nothing_can_be_kept(tmp_path: Path, monkeypatch: pytes
         loaded = load_model(tmp_path / "tiny.gguf", device="cpu")
     assert torch.equal(logits(loaded.model), logits(original))
     assert getattr(loaded.model.config, "quantization_config", None) is None
+
+
+def test_gguf_loads_when_the_disk_is_full(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from safetensors import SafetensorError
+    from transformers import PreTrainedModel
+
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise SafetensorError("I/O error: No space left on device")
+
+    monkeypatch.setattr(PreTrainedModel, "save_pretrained", full)
+    save_tiny_gguf(tmp_path / "tiny.gguf")
+    with pytest.warns(RuntimeWarning, match="No space left"):
+        load_model(tmp_path / "tiny.gguf", device="cpu")
+    assert not list(cache.iterdir())
 
 
 def test_gguf_end_of_turn_is_an_end_token(tmp_path: Path, cache: Path) -> None:

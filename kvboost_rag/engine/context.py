@@ -46,14 +46,24 @@ class Context:
 
 
 def canonical_context(
-    adapter: ModelAdapter, tokens: SpanTokenizer, store: BlockStore, filler: str | None, filler_tokens: int
+    adapter: ModelAdapter,
+    tokens: SpanTokenizer,
+    store: BlockStore,
+    filler: str | None,
+    filler_tokens: int,
+    *,
+    alone: bool = False,
 ) -> Context:
     """The canonical context of this model in this store; frozen in the store's manifest by whoever comes first.
+
+    ``alone`` is no context at all: the naive baseline, for measuring.
 
     Raises:
         UsageError: the given filler has no text.
         StoreError: the manifest entry is not readable.
     """
+    if alone:
+        return Context("canonical", ())
     text = shipped_filler() if filler is None else filler
     if not text.strip() and filler_tokens:
         raise UsageError("the filler text is empty", hint="give a few hundred words of prose in the corpus's language")

@@ -103,7 +103,7 @@ def report_plot(report: Report, path: str | None = None) -> Any:
     axes.set_xlabel("token position")
     axes.set_title(headline(report), fontsize=9)
     handles = [Patch(color=colour, label=kind) for kind, colour in COLOURS.items()]
-    axes.legend(handles=handles, ncols=len(handles), loc="upper center", bbox_to_anchor=(0.5, -0.45), fontsize=8)
+    figure.legend(handles=handles, ncols=len(handles), loc="outside lower center", fontsize=8, frameon=False)
     if path is not None:
         figure.savefig(path, dpi=150)
     return figure

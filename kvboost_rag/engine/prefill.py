@@ -63,7 +63,7 @@ class Prefiller:
         with report.stage("forward"):
             logits = self._forward(cache, ids, done, spans, repaired, repair)
         exact = _exact_tokens(rest, done, hit, found, repair, prompt.num_tokens)
-        reused = sum(s.end - s.start for s in spans) - len(repaired)
+        reused = sum(s.end - s.start for s in spans) - len({*repaired, *_last_in(spans, prompt.num_tokens - 1)})
         self._note_counts(report, prompt, cache, done, reused, repaired, exact)
         return Prepared(prompt, cache, logits, exact, [f.segment for f in found if f.block is None])
 
@@ -97,7 +97,7 @@ class Prefiller:
             return [p for s in spans for p in range(s.start, s.end)]
         if repair.is_none or not candidates:
             return []
-        context = sum(len(s) for s in prompt.chunks)
+        context = sum(s.end - s.start for s in spans)  # what is reused now: not misses, not held turns
         chosen = set(boundary_positions(open_spans, repair)[: int(repair.cap * context)])
         with report.stage("score"):
             if repair.query:
@@ -176,6 +176,11 @@ class Prefiller:
         report.forwarded_tokens = cache.rows
         report.scoring_tokens = cache.scoring_rows
         report.exact = exact == prompt.num_tokens
+
+
+def _last_in(spans: list[ReusedSpan], last: int) -> list[int]:
+    """The last token, if it stands in a reused chunk: it is forwarded all the same, for its logits."""
+    return [last] if any(s.start <= last < s.end for s in spans) else []
 
 
 def _exact_tokens(

@@ -102,6 +102,8 @@ def question_scores(
     question = question[-MAX_QUESTION_ROWS:]
     seen = hidden.clone()
     seen[question] = False
+    # An additive mask does not stop NaN, and memory that nothing was written to yet may hold some.
+    cache.kv[:, :, :, : seen.numel()].index_fill_(3, seen.nonzero().flatten(), 0.0)
     scores = AttentionScores(adapter.spec.num_layers, question, seen)
     plan = MaskedRowsPlan(question, seen, scores)
     adapter.forward(token_ids[question], question, cache, plan=plan)

@@ -114,6 +114,8 @@ class RowsPlan:
             self.observe(layer, query, key, scaling)
         heads, rows, dim = query.shape[1], query.shape[2], query.shape[3]
         groups = heads // key.shape[1]
+        if key.shape[2] > self.kv_length:  # rows in the middle of a longer cache
+            key, value = key[:, :, : self.kv_length], value[:, :, : self.kv_length]
         if self.is_full and rows > 1:
             out = F.scaled_dot_product_attention(
                 query, key, value, is_causal=True, scale=scaling, enable_gqa=groups > 1

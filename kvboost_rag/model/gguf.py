@@ -90,7 +90,7 @@ def _convert(path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
 
     where = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
     options: dict[str, Any] = {"dtype": dtype}
-    if hasattr(transformers, "GgufConfig"):  # 5.24 may keep the weights packed unless told otherwise
+    if hasattr(transformers, "GgufConfig"):  # else 5.24 may keep the weights packed, and refuses to save them
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(**where)
@@ -99,7 +99,6 @@ def _convert(path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
         raise
     except Exception as e:
         raise _conversion_error(path, e) from e
-    _forget_quantizer(model)
     _mend_tokenizer(path, tokenizer)
     _mend_eos(model, tokenizer)
     return model, tokenizer
@@ -115,18 +114,6 @@ def _conversion_error(path: Path, error: Exception) -> KVBoostError:
             f"{path}: {first_line(error)}", hint="take the model's safetensors checkpoint instead"
         )
     return CheckpointError(f"{path} cannot be read: {first_line(error)}", hint="the download may be incomplete")
-
-
-def _forget_quantizer(model: Any) -> None:
-    """The weights are plain now; as long as the model counts as quantised it can be neither saved nor moved."""
-    model.hf_quantizer = None
-    for holder, attribute in (
-        (model.config, "quantization_config"),
-        (model, "quantization_method"),
-        (model, "is_quantized"),
-    ):
-        if attribute in vars(holder):
-            delattr(holder, attribute)
 
 
 def _mend_tokenizer(path: Path, tokenizer: Any) -> None:
@@ -172,7 +159,7 @@ def _keep(model: Any, tokenizer: Any, folder: Path) -> bool:
         if not folder.exists():  # another process may have been faster
             temporary.rename(folder)
         return True
-    except OSError as e:
+    except Exception as e:  # a full disk is an OSError or a SafetensorError, by who notices it first
         if folder.is_dir():
             return True
         warnings.warn(
