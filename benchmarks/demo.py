@@ -1,7 +1,7 @@
 """The main job on real input, start to finish: warm a document folder, ask, and see what was not prefilled.
 
-``make demo`` runs it on a small town guide (``benchmarks/demo_docs``) with the small embedded model. Any folder will do:
-``python benchmarks/demo.py --docs FOLDER --question "..."``.
+``make demo`` runs it on a small town guide (``benchmarks/demo_docs``) with the small embedded model. Any folder will
+do: ``python benchmarks/demo.py --docs FOLDER --question "..."``.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ def run(args: argparse.Namespace, store: str) -> None:
         # An earlier question, so that "exact prefix" has something to find.
         engine.generate(messages(retrieve(corpus, FIRST, args.k), FIRST), max_new_tokens=1, reuse="prefix")
         prompt = messages(retrieve(corpus, args.question, args.k), args.question)
-        results = [(name, engine.generate(prompt, max_new_tokens=48, stop=["\n", ". "], **options)) for name, options in ROWS]
+        common = {"max_new_tokens": 48, "stop": ["\n", ". "]}
+        results = [(name, engine.generate(prompt, **common, **options)) for name, options in ROWS]
     show(args.question, results)
 
 

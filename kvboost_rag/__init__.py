@@ -19,10 +19,12 @@ __all__ = [
     "Report",
     "Result",
     "Score",
+    "SharedEngine",
     "SourceChunk",
     "SplitOptions",
     "WarmReport",
     "__version__",
+    "fit_messages",
 ]
 
 _HOME = {
@@ -35,20 +37,24 @@ _HOME = {
     "Report": "kvboost_rag.engine.report",
     "Result": "kvboost_rag.engine.result",
     "Score": "kvboost_rag.engine.result",
+    "SharedEngine": "kvboost_rag.registry",
     "SourceChunk": "kvboost_rag.warmup",
     "SplitOptions": "kvboost_rag.warmup",
     "WarmReport": "kvboost_rag.warmup",
+    "fit_messages": "kvboost_rag.engine.fit",
 }
 
 if TYPE_CHECKING:
     from kvboost_rag.api import KVBoost as KVBoost
     from kvboost_rag.config import Repair as Repair
     from kvboost_rag.engine.decode import CancelToken as CancelToken
+    from kvboost_rag.engine.fit import fit_messages as fit_messages
     from kvboost_rag.engine.report import Report as Report
     from kvboost_rag.engine.result import Piece as Piece
     from kvboost_rag.engine.result import Result as Result
     from kvboost_rag.engine.result import Score as Score
     from kvboost_rag.errors import KVBoostError as KVBoostError
+    from kvboost_rag.registry import SharedEngine as SharedEngine
     from kvboost_rag.warmup import Corpus as Corpus
     from kvboost_rag.warmup import SourceChunk as SourceChunk
     from kvboost_rag.warmup import SplitOptions as SplitOptions

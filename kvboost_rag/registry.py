@@ -100,12 +100,12 @@ class SharedEngine:
         # reuse is a matter of each call; "off" here only means that an unproved architecture is not refused yet.
         options = {"store": self._store, "reuse": "off", **self._options}
         with_model = _MODELS.get(repr(self._weights))
-        if with_model is not None:
+        if with_model is None:
+            engine = KVBoost.from_pretrained(**self._weights, **options)
+        else:
             adapter = with_model.adapter
             engine = KVBoost(adapter.model, adapter.tokenizer, name=adapter.name, **options)
             engine.adapter.lock = adapter.lock  # still one forward at a time
-            return engine
-        engine = KVBoost.from_pretrained(**self._weights, **options)
         _MODELS[repr(self._weights)] = engine
         return engine
 

@@ -32,9 +32,10 @@ LEVELS = {
     "warmup": 6, "verify": 6,
     "aio": 6,
     "api": 7,
-    "": 8,
-    "cli": 9,
-    "__main__": 10,
+    "registry": 8,
+    "": 9,
+    "cli": 10,
+    "__main__": 11,
 }  # fmt: skip
 SIDEWAYS = {("fingerprint", "keys")}  # same level, allowed
 FORBIDDEN = {("model", "store")}  # lower level, but none of its business

@@ -53,8 +53,9 @@ class Engine:
         self._warned: set[str] = set()
 
     def _tokens_of_key(self, key: str) -> tuple[int, ...] | None:
+        """Ids of the block under ``key`` if it may serve here: a store holds other models' and contexts' blocks too."""
         block = self.store.get(key)
-        return block.token_ids if isinstance(block, Block) else None
+        return block.token_ids if isinstance(block, Block) and self.encoder.key(block.token_ids) == key else None
 
     def render(self, request: Request) -> Rendered:
         """The prompt as text, with the places of message contents."""
