@@ -45,7 +45,7 @@ def numbers() -> str:
         lines += [ttft_row(name, row) for name, row in result["rows"].items()]
     rates = ", ".join(f"{r['warm_up']['time_per_token_over_hf']:.2f} × ({r['dtype']})" for r in data["results"])
     lines += ["", f"Warm-up takes {rates} of HF's own forward time per token at the same lengths."]
-    lines += ["", matching(), "", f"Scripts: `benchmarks/ttft.py`, `benchmarks/match.py`; results beside them."]
+    lines += ["", matching(), "", "Scripts: `benchmarks/ttft.py`, `benchmarks/match.py`; results beside them."]
     return "\n".join(lines)
 
 

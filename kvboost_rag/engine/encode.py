@@ -37,7 +37,7 @@ class ChunkEncoder:
         self.salt = salt
         self.keep_text = keep_text
         self._contexts = {"canonical": canonical} | ({head.digest: head} if head else {})
-        self._kv: dict[str, torch.Tensor] = {}
+        self._kv: dict[tuple[str, str], torch.Tensor] = {}  # by fingerprint: adapters can be switched
         longest = max(len(c.token_ids) for c in self._contexts.values())
         self.max_chunk_tokens = adapter.max_tokens - longest
         self.bytes_per_token = adapter.spec.bytes_per_token
@@ -121,9 +121,10 @@ class ChunkEncoder:
         )
 
     def _context_kv(self, context: str) -> torch.Tensor:
-        if context not in self._kv:
-            self._kv[context] = compute_context_kv(self.adapter, self._contexts[context])
-        return self._kv[context]
+        name = (self.adapter.fingerprint.digest, context)
+        if name not in self._kv:
+            self._kv[name] = compute_context_kv(self.adapter, self._contexts[context])
+        return self._kv[name]
 
     def _forward(self, chunks: Sequence[tuple[int, ...]], longest: int, context: str) -> torch.Tensor:
         spec = self.adapter.spec

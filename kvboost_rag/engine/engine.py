@@ -114,6 +114,9 @@ class Engine:
         """Answer ``request`` piece by piece; the last piece carries the result."""
         started = perf_counter()
         report = Report(reuse=request.reuse, repair=request.repair.label if request.reuse == "chunks" else "none")
+        if request.cancel.cancelled:  # while it waited in a queue
+            yield Piece("", Result("", [], "cancelled", report))
+            return
         prompt, prepared, step = self._prepare(request, report, request.max_new_tokens)
         sampler = Sampler(request.sampling, self.adapter.spec.device, list(request.logits_processors))
         detok = Detokenizer(self.adapter.tokenizer, request.stop)

@@ -14,7 +14,8 @@ from kvboost_rag.store.base import BlockStore, Miss
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A chunk segment with its block, or with the reason for a miss. ``exact``: computed after this very head."""
+    """A chunk segment with its block, or with the reason for a miss. ``exact``: computed after this very head, and not
+    compressed."""
 
     segment: Segment
     block: Block | None
@@ -54,7 +55,8 @@ class BlockFinder:
     def _judge(self, segment: Segment, own: str | None, key: str, result: Block | Miss) -> Found:
         if own is not None:
             if isinstance(result, Block):
-                return Found(segment, result, True, "block of this very head")
+                exact = result.header.compression == "none"  # what was rounded is repaired like any other block
+                return Found(segment, result, exact, "block of this very head" + _rounding(result))
             result = self.store.get(key)
         if isinstance(result, Miss):
             detail = f": {result.detail}" if result.detail else ""
@@ -62,7 +64,8 @@ class BlockFinder:
         problem = self._mismatch(segment, result)
         if problem:
             return Found(segment, None, False, problem)
-        return Found(segment, result, False, "cut-off chunk: block's prefix" if segment.cut else "canonical block")
+        what = "cut-off chunk: block's prefix" if segment.cut else "canonical block"
+        return Found(segment, result, False, what + _rounding(result))
 
     def _mismatch(self, segment: Segment, block: Block) -> str:
         """Why this block must not serve this segment ("" if it may). The index is never proof."""
@@ -77,3 +80,8 @@ class BlockFinder:
         spec = self.encoder.adapter.spec
         shape = (spec.num_layers, 2, spec.num_kv_heads, block.num_tokens, spec.head_dim)
         return "" if tuple(block.kv.shape) == shape else "mismatch: shape"
+
+
+def _rounding(block: Block) -> str:
+    compression = block.header.compression
+    return "" if compression == "none" else f", {compression}"

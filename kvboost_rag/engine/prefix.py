@@ -104,11 +104,15 @@ class PrefixCache:
         return best
 
     def continuation(self, text: str, *, fingerprint: str, salt: str, policy: str) -> Held | None:
-        """The longest entry whose whole text starts ``text``: its segmentation is kept by later turns."""
+        """The longest entry with chunks whose whole text starts ``text``: its segmentation is kept by later turns.
+        (Without chunks there is none to keep: an exact token prefix serves, and the answer's ids are those that
+        tokenising its text gives.)"""
         best: Held | None = None
         with self._lock:
             for held in self._entries.values():
                 if held.fingerprint != fingerprint or held.salt != salt or held.policy != policy:
+                    continue
+                if all(s.kind == "glue" for s in held.segments):
                     continue
                 longer = best is None or len(held.text) > len(best.text)
                 if held.text and longer and len(held.text) < len(text) and text.startswith(held.text):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,10 +67,10 @@ class Request:
             sampling=Sampling(**sampling),
             stop=_strings("stop", given.get("stop", ())),
             chunks=_strings("chunks", given.get("chunks", ())),
-            tools=tuple(given.get("tools", ())),
-            cancel=given.get("cancel") or CancelToken(),
-            logits_processors=tuple(given.get("logits_processors", ())),
-            template_kwargs=dict(given.get("template_kwargs", {})),
+            tools=_items("tools", given.get("tools", ())),
+            cancel=_cancel(given.get("cancel")),
+            logits_processors=_items("logits_processors", given.get("logits_processors", ())),
+            template_kwargs=_mapping("template_kwargs", given.get("template_kwargs", {})),
         )
 
 
@@ -80,7 +80,7 @@ def check_prompt(prompt: Any) -> PromptInput:
         if not prompt:
             raise EmptyPromptError("the prompt is empty")
         return prompt
-    if isinstance(prompt, Mapping) or not isinstance(prompt, Sequence):
+    if isinstance(prompt, (Mapping, bytes, bytearray)) or not isinstance(prompt, Sequence):
         raise UsageError(
             f"a prompt is a string, a list of messages or a list of token ids, not {type(prompt).__name__}",
             hint='a single message goes into a list: [{"role": "user", "content": ...}]',
@@ -102,6 +102,26 @@ def _positive(name: str, value: Any) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise UsageError(f"{name} must be a whole number of at least 1, got {value!r}")
     return value
+
+
+def _cancel(value: Any) -> CancelToken:
+    if value is None:
+        return CancelToken()
+    if not isinstance(value, CancelToken):
+        raise UsageError(f"cancel must be a CancelToken, got {value!r:.80}", hint="from kvboost_rag import CancelToken")
+    return value
+
+
+def _items(name: str, value: Any) -> tuple[Any, ...]:
+    if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
+        raise UsageError(f"{name} must be a list, got {value!r:.80}")
+    return tuple(value)
+
+
+def _mapping(name: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise UsageError(f"{name} must be a dict, got {value!r:.80}")
+    return dict(value)
 
 
 def _strings(name: str, value: Any) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ takes it, and its tokens are cut off again. A span counts as encoded only if dec
 from __future__ import annotations
 
 import json
-from collections import OrderedDict
+from functools import lru_cache
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -42,7 +42,7 @@ class SpanTokenizer:
         self._special_ids = frozenset(tokenizer.all_special_ids)
         self._prefix_ids = self._leading_special()
         self._guard = self._find_guard()
-        self._memo: OrderedDict[str, tuple[int, ...] | None] = OrderedDict()
+        self._memo = lru_cache(MEMO)(self._chunk)  # thread-safe, unlike a dict kept in order by hand
 
     def _leading_special(self) -> tuple[int, ...]:
         """What the tokenizer itself puts in front of a text (BOS for Llama-style models)."""
@@ -87,17 +87,12 @@ class SpanTokenizer:
 
     def chunk(self, text: str) -> tuple[int, ...] | None:
         """Ids of a chunk wherever it stands, or None if this tokenizer does not give its text back."""
-        if text in self._memo:
-            self._memo.move_to_end(text)
-            return self._memo[text]
-        ids: tuple[int, ...] | None = self.plain(text)
-        assert ids is not None
-        if not self._special_ids.isdisjoint(ids) or self._text_of_span(ids) != text:
-            ids = None
-        self._memo[text] = ids
-        if len(self._memo) > MEMO:
-            self._memo.popitem(last=False)
-        return ids
+        return self._memo(text)
+
+    def _chunk(self, text: str) -> tuple[int, ...] | None:
+        ids = self.plain(text)
+        exact = self._special_ids.isdisjoint(ids) and self._text_of_span(ids) == text
+        return ids if exact else None
 
     def has_added_token(self, text: str) -> bool:
         """Whether any added token is spelled out in ``text``."""
