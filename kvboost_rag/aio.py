@@ -25,8 +25,6 @@ async def iterate(make: Callable[[], Iterator[T]], pool: ThreadPoolExecutor, can
 
     def work() -> None:
         try:
-            if cancel.cancelled:
-                return
             for item in make():
                 hand(item)
         except BaseException as error:  # handed to the caller, who raises it

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from kvboost_rag.aio import iterate
 from kvboost_rag.config import Repair, Reuse, check_reuse, resolve_repair
 from kvboost_rag.engine.context import FILLER_TOKENS, canonical_context, head_context
+from kvboost_rag.engine.decode import CancelToken
 from kvboost_rag.engine.encode import ChunkEncoder
 from kvboost_rag.engine.engine import Engine
 from kvboost_rag.engine.request import PromptInput, Request
@@ -20,6 +22,8 @@ from kvboost_rag.engine.tokens import SpanTokenizer
 from kvboost_rag.errors import UsageError
 from kvboost_rag.model.adapter import ModelAdapter
 from kvboost_rag.model.load import load_model
+from kvboost_rag.model.streaming.streamer import streamer_of
+from kvboost_rag.plan import Budget
 from kvboost_rag.store.base import BlockStore
 from kvboost_rag.store.open import open_store
 from kvboost_rag.warmup import SourceChunk, WarmPlan, WarmProgress, WarmReport, plan, warm
@@ -45,6 +49,7 @@ class KVBoost:
         prefix_bytes: budget for KV of earlier requests (conversation turns, repeated prompts).
         memory_bytes, disk_bytes: budgets of the store's tiers.
         keep_text: keep chunk texts in block headers (off: token ids alone).
+        compression: ``"none"``, ``"int8"`` or ``"int4"`` for what the store keeps; None: as the store's folder says.
 
     Raises:
         UnsupportedModelError: reuse is asked for and not proved for this architecture.
@@ -67,6 +72,7 @@ class KVBoost:
         memory_bytes: int | None = None,
         disk_bytes: int | None = None,
         keep_text: bool = False,
+        compression: str | None = None,
         name: str = "",
     ) -> None:
         self.reuse: Reuse = check_reuse(reuse)
@@ -77,7 +83,11 @@ class KVBoost:
         self.tokens = SpanTokenizer(tokenizer)
         supported = self.adapter.support.ok
         self.store = open_store(
-            store if supported else None, memory_bytes=memory_bytes, limit_bytes=disk_bytes, keep_text=keep_text
+            store if supported else None,
+            memory_bytes=memory_bytes,
+            limit_bytes=disk_bytes,
+            keep_text=keep_text,
+            compression=compression,
         )
         self._canonical = canonical_context(
             self.adapter, self.tokens, self.store, filler, filler_tokens, alone=alone
@@ -98,16 +108,35 @@ class KVBoost:
         device: str | torch.device = "auto",
         revision: str | None = None,
         trust_remote_code: bool = False,
+        vram: str | int | Budget | None = None,
+        backend: Any = None,
         **options: Any,
     ) -> KVBoost:
         """Load a model by hub id, local folder, ``.gguf`` file, or ``"smollm2"`` (the small embedded default).
 
-        ``options`` are those of the constructor.
+        ``options`` are those of the constructor. ``vram`` (``"8GiB"``, bytes, ``"auto"``, or a
+        :class:`kvboost_rag.plan.Budget`) is how much GPU memory may be used: layers that do not fit are streamed from
+        host memory, see ``docs/big-models.md``; earlier requests' KV is then held only as far as ``prefix_bytes`` says.
+        ``backend`` stands in for the CUDA device (tests).
 
         Raises:
             ModelNotFoundError, CheckpointError, UnsupportedModelError, UnknownOptionError, StoreError.
+            CapacityError: the model does not fit, or ``vram`` is too small (the smallest that works is named).
         """
-        loaded = load_model(name, dtype=dtype, device=device, revision=revision, trust_remote_code=trust_remote_code)
+        held = (0, 0)
+        if vram is not None:
+            context = options.get("filler_tokens", FILLER_TOKENS) + 64 if options.get("reuse") != "off" else 0
+            held = (options.setdefault("prefix_bytes", 0), context)
+        loaded = load_model(
+            name,
+            dtype=dtype,
+            device=device,
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+            vram=vram,
+            backend=backend,
+            held=held,
+        )
         return cls(loaded.model, loaded.tokenizer, store=store, name=loaded.name, **options)
 
     @property
@@ -194,6 +223,7 @@ class KVBoost:
     async def astream(self, prompt: PromptInput, **options: Any) -> AsyncIterator[Piece]:
         """:meth:`stream` for async callers; requests wait in a queue, one runs at a time."""
         request = self._request(prompt, options)
+        request = replace(request, cancel=CancelToken(request.cancel))  # leaving early is this request's affair alone
         pieces = iterate(lambda: self.engine.run(request), self._pool, request.cancel)
         try:
             async for piece in pieces:
@@ -208,12 +238,27 @@ class KVBoost:
         ids = continuation if isinstance(continuation, str) else [int(i) for i in continuation]
         return self.engine.score(self._request(prompt, options), ids, logits=logits)
 
-    def count_tokens(self, prompt: PromptInput) -> int:
-        """Prompt tokens as ``reuse="off"`` would count them."""
+    def count_tokens(self, prompt: PromptInput, **options: Any) -> int:
+        """Prompt tokens as ``reuse="off"`` would count them. Options: ``tools``, ``template_kwargs``."""
         from kvboost_rag.engine.report import Report
 
-        request = self._request(prompt, {"reuse": "off"})
+        request = self._request(prompt, {**options, "reuse": "off"})
         return self.engine.segment(request, Report())[0].num_tokens
+
+    def render(self, prompt: PromptInput, **options: Any) -> str:
+        """The prompt as the text that reaches the model. Options: ``tools``, ``template_kwargs``."""
+        return self.engine.render(self._request(prompt, options)).text
+
+    def json_processor(self, schema: Mapping[str, Any]) -> Any:
+        """A logits processor for one request that keeps the answer within a JSON schema.
+
+        Raises:
+            MissingExtraError: llguidance is not installed. UsageError: not a usable schema.
+        """
+        from kvboost_rag.constrain import json_schema_processor
+
+        spec, eos_ids = self.adapter.spec, sorted(self.engine.eos_ids)
+        return json_schema_processor(self.adapter.tokenizer, schema, spec.vocab_size, eos_ids=eos_ids)
 
     def _request(self, prompt: PromptInput, options: Mapping[str, Any]) -> Request:
         return Request.build(prompt, reuse=self.reuse, repair=self.repair, options=options)
@@ -221,10 +266,12 @@ class KVBoost:
     # -- state -------------------------------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, object]:
-        """The store's counters, and what the prefix cache holds."""
+        """The store's counters, what the prefix cache holds, and what was streamed (None: nothing is)."""
         prefixes = self.engine.prefixes
         held = {"entries": len(prefixes), "bytes": prefixes.nbytes, "limit_bytes": prefixes.limit_bytes}
-        return {"store": self.store.stats().as_dict(), "prefixes": held}
+        streamer = streamer_of(self.model)
+        streaming = streamer.stats.as_dict() if streamer else None
+        return {"store": self.store.stats().as_dict(), "prefixes": held, "streaming": streaming}
 
     def forget(self) -> None:
         """Let go of held prefixes (conversations); the store stays."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from math import inf
 from typing import Literal, get_args
 
 from kvboost_rag.errors import UnknownOptionError, UsageError
@@ -29,8 +30,13 @@ def check_reuse(value: object) -> Reuse:
     return value  # type: ignore[return-value]
 
 
+def _is_number(value: object) -> bool:
+    """True and False are integers to Python, never to us."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
 def _share(name: str, value: float) -> None:
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value <= 1:
+    if not _is_number(value) or not 0 <= value <= 1:
         raise UsageError(f"{name} must be a share between 0 and 1, got {value!r}")
 
 
@@ -113,9 +119,12 @@ class Repair:
 
     @property
     def label(self) -> str:
-        """A stable description, used in reports and to keep KV of different policies apart."""
-        if self.name:
-            return self.name
+        """A stable description for reports: the name, or what it does."""
+        return self.name or self.recipe
+
+    @property
+    def recipe(self) -> str:
+        """What it does, whatever its name: keeps KV of different policies apart."""
         if self.everything:
             return "full"
         parts = [f"first={self.first}", f"last={self.last}", f"query={self.query:g}", f"blend={self.blend:g}"]
@@ -138,7 +147,7 @@ def resolve_repair(value: str | Repair) -> Repair:
     """A named point (``"fast"``, ``"balanced"``, ``"faithful"``) or a :class:`Repair` value."""
     if isinstance(value, Repair):
         return value
-    if value not in NAMED_REPAIRS:
+    if not isinstance(value, str) or value not in NAMED_REPAIRS:
         raise unknown_option("repair policy", value, (*NAMED_REPAIRS, "a Repair(...) value"))
     return NAMED_REPAIRS[value]
 
@@ -154,12 +163,12 @@ class Sampling:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.temperature, (int, float)) or self.temperature < 0:
+        if not _is_number(self.temperature) or not 0 <= self.temperature < inf:
             raise UsageError(f"temperature must be 0 or more, got {self.temperature!r}")
-        if not isinstance(self.top_p, (int, float)) or not 0 < self.top_p <= 1:
+        if not _is_number(self.top_p) or not 0 < self.top_p <= 1:
             raise UsageError(f"top_p must be above 0 and at most 1, got {self.top_p!r}")
         _count("top_k", self.top_k)
-        if not isinstance(self.repetition_penalty, (int, float)) or self.repetition_penalty <= 0:
+        if not _is_number(self.repetition_penalty) or not 0 < self.repetition_penalty < inf:
             raise UsageError(f"repetition_penalty must be above 0, got {self.repetition_penalty!r}")
-        if self.seed is not None and not isinstance(self.seed, int):
+        if self.seed is not None and (not isinstance(self.seed, int) or isinstance(self.seed, bool)):
             raise UsageError(f"seed must be a whole number, got {self.seed!r}")

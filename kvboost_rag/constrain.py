@@ -53,7 +53,7 @@ def json_schema_processor(
 
 
 class JsonSchemaProcessor(LogitsProcessor):
-    """``(input_ids [1, n], scores [1, vocab]) → scores`` with forbidden tokens at minus infinity; serves one request."""
+    """``(input_ids [1, n], scores [1, vocab]) → scores``, forbidden tokens at minus infinity. Serves one request."""
 
     def __init__(self, matcher: Any, eos_ids: tuple[int, ...]) -> None:
         self._matcher = matcher

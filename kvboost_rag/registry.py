@@ -42,7 +42,7 @@ class SharedEngine:
         trust_remote_code: bool = False,
         **options: Any,
     ) -> None:
-        self._weights = {
+        self._weights: dict[str, Any] = {
             "name": str(model),
             "dtype": str(dtype).removeprefix("torch."),
             "device": str(device),
@@ -53,6 +53,7 @@ class SharedEngine:
         self._options = options
         self._adopted = ""
         self._engine: KVBoost | None = None
+        self._variants: dict[str, SharedEngine] = {}
 
     @classmethod
     def of(cls, engine: KVBoost) -> SharedEngine:
@@ -63,6 +64,24 @@ class SharedEngine:
         with _LOCK:
             _ENGINES[shared._adopted] = engine
         return shared
+
+    @property
+    def name(self) -> str:
+        """The model that was asked for."""
+        return str(self._weights["name"])
+
+    @property
+    def adopted(self) -> bool:
+        """Whether the engine was handed over as an object (:meth:`of`)."""
+        return bool(self._adopted)
+
+    def variant(self, model: str | Path, **request: Any) -> SharedEngine:
+        """The reference for another request: this one if it asks for the same, else one that lives as long as this
+        one, so that objects that are rebuilt for every call do not load again and again."""
+        other = SharedEngine(model, **request)
+        if other._key() == self._key():
+            return self
+        return self._variants.setdefault(other._key(), other)
 
     @property
     def loaded(self) -> bool:
@@ -116,7 +135,7 @@ class SharedEngine:
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_engine": None}
+        return {**self.__dict__, "_engine": None, "_variants": {}}
 
     def __repr__(self) -> str:
         return f"SharedEngine({self._weights['name']!r}, {'loaded' if self.loaded else 'not loaded'})"

@@ -35,7 +35,7 @@ class BadCall:
 
 
 @dataclass(frozen=True, slots=True)
-class Parsed:
+class ParsedAnswer:
     """An answer taken apart: what is text, and what is calls."""
 
     text: str
@@ -43,7 +43,7 @@ class Parsed:
     bad: tuple[BadCall, ...] = ()
 
 
-def parse_tool_calls(text: str, names: Collection[str] = (), *, forced: bool = False) -> Parsed:
+def parse_tool_calls(text: str, names: Collection[str] = (), *, forced: bool = False) -> ParsedAnswer:
     """Split an answer into text and calls. ``names`` are the tools offered: untagged JSON counts as a call only if it
     names one of them. ``forced``: the answer must be a call, so anything else is a bad one."""
     if OPEN in text:
@@ -54,13 +54,13 @@ def parse_tool_calls(text: str, names: Collection[str] = (), *, forced: bool = F
     items_found = _item(fenced.group(1).strip() if fenced else body) if body.startswith(_STARTS) else []
     calls = [i for i in items_found if isinstance(i, ToolCall)]
     if calls and len(calls) == len(items_found) and all(c.name in names for c in calls):
-        return Parsed("", tuple(calls))
+        return ParsedAnswer("", tuple(calls))
     if forced:
-        return Parsed("", (), (BadCall(text, "the answer is not a complete tool call (cut off by max_tokens?)"),))
-    return Parsed(text)
+        return ParsedAnswer("", (), (BadCall(text, "the answer is not a complete tool call (cut off by max_tokens?)"),))
+    return ParsedAnswer(text)
 
 
-def parse_native(tokenizer: Any, raw: str, prompt: str, tools: Sequence[Mapping[str, Any]]) -> Parsed | None:
+def parse_native(tokenizer: Any, raw: str, prompt: str, tools: Sequence[Mapping[str, Any]]) -> ParsedAnswer | None:
     """The same by the tokenizer's response template; None if it has none or cannot read this answer.
 
     ``raw`` is the answer with its special tokens, ``prompt`` the rendered prompt in front of it.
@@ -75,9 +75,9 @@ def parse_native(tokenizer: Any, raw: str, prompt: str, tools: Sequence[Mapping[
     return _collect(str(message.get("content") or ""), items)
 
 
-def _collect(text: str, items: list[ToolCall | BadCall]) -> Parsed:
+def _collect(text: str, items: list[ToolCall | BadCall]) -> ParsedAnswer:
     calls = tuple(i for i in items if isinstance(i, ToolCall))
-    return Parsed(text, calls, tuple(i for i in items if isinstance(i, BadCall)))
+    return ParsedAnswer(text, calls, tuple(i for i in items if isinstance(i, BadCall)))
 
 
 def _item(body: str) -> list[ToolCall | BadCall]:

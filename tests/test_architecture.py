@@ -24,13 +24,13 @@ INTEGRATIONS = ROOT / "integrations"
 LEVELS = {
     "errors": 0,
     "keys": 1, "config": 1, "chunk": 1, "fingerprint": 1,
-    "data": 1,
+    "data": 1, "plan": 1,
     "kv": 2,
     "store": 3,
     "model": 4,
     "engine": 5,
     "warmup": 6, "verify": 6,
-    "aio": 6,
+    "aio": 6, "constrain": 6, "toolcalls": 6,
     "api": 7,
     "registry": 8,
     "": 9,
@@ -50,7 +50,7 @@ DISTRIBUTIONS = {
 # Used only where they are installed already, never asked for.
 NEVER_REQUIRED = {"peft", "gptqmodel", "autoawq_kernels", "awq_ext", "triton", "kernels"}
 # Measure one part alone, and therefore import it.
-MICRO_BENCHMARKS = {"benchmarks/match.py", "benchmarks/store.py"}
+MICRO_BENCHMARKS = {"benchmarks/match.py", "benchmarks/store.py", "benchmarks/gpu_check.py"}
 MAX_LINES = 300
 
 

@@ -217,7 +217,7 @@ def test_remote_code_is_refused_unless_trusted(folder: Path) -> None:
         load_model(folder)
 
 
-@pytest.mark.parametrize(("method", "named"), [("awq", "gptqmodel"), ("gptq", "gptqmodel"), ("hqq", "hqq")])
+@pytest.mark.parametrize(("method", "named"), [("gptq", "gptqmodel"), ("hqq", "hqq")])
 def test_quantised_checkpoint_names_the_missing_library(
     folder: Path, method: str, named: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

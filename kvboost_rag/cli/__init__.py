@@ -16,6 +16,7 @@ from kvboost_rag.errors import KVBoostError, UsageError
 # Each command's module holds it under the name ``command`` and is imported when it is needed.
 COMMANDS = {
     "ask": "kvboost_rag.cli.ask",
+    "plan": "kvboost_rag.cli.plan",
     "store": "kvboost_rag.cli.store",
     "warmup": "kvboost_rag.cli.warmup",
 }

@@ -62,7 +62,12 @@ def stats(store: str, as_json: bool) -> None:
 def _print_stats(found: StoreStats, indent: str = "") -> None:
     limit = f" of {common.format_size(found.limit_bytes)}" if found.limit_bytes is not None else ""
     click.echo(f"{indent}{found.kind}: {found.blocks:,} blocks, {common.format_size(found.bytes)}{limit}")
-    click.echo(f"{indent}  known chunks {found.known_chunks:,}, evictions {found.evictions:,}")
+    notes = [f"known chunks {found.known_chunks:,}", f"evictions {found.evictions:,}"]
+    notes += [f"policy {found.policy}"] if found.policy else []
+    notes += [f"compression {found.compression}"] if found.compression != "none" else []
+    notes += [f"pinned {found.pinned:,}"] if found.pinned else []
+    notes += [f"time to live {found.ttl_s:g} s"] if found.ttl_s else []
+    click.echo(f"{indent}  {', '.join(notes)}")
     for tier in found.tiers:
         _print_stats(tier, indent + "  ")
 
@@ -120,6 +125,20 @@ def _prune(store: Any, max_bytes: int | None, older_than_s: float | None) -> int
         raise UsageError(f"a {kind} store cannot be pruned", hint="store clear, or a smaller --store-limit at warmup")
     given = {"max_bytes": max_bytes, "older_than_s": older_than_s}
     return int(method(**{name: value for name, value in given.items() if value is not None}))
+
+
+@command.command()
+@common.store_option
+@click.option("--tag", "tags", metavar="TAG", multiple=True, required=True, help="A document's id or another tag.")
+@common.json_option
+def delete(store: str, tags: tuple[str, ...], as_json: bool) -> None:
+    """Drop every block that carries a tag, and what was set aside as damaged."""
+    with _opened(store) as opened:
+        dropped = sum(opened.delete_tagged(tag) for tag in tags)
+    if as_json:
+        common.print_json({"dropped": dropped})
+    else:
+        click.echo(f"{dropped:,} blocks dropped")
 
 
 @command.command()

@@ -30,7 +30,13 @@ def parse_shard(text: str) -> Shard:
 
 
 @click.command("warmup")
-@click.argument("paths", nargs=-1, required=True, metavar="PATH…")
+@click.argument("paths", nargs=-1, metavar="PATH…")
+@click.option(
+    "--llama-index",
+    type=click.Path(exists=True),
+    metavar="STORAGE_DIR",
+    help="Instead of PATH: the nodes of a persisted LlamaIndex storage context.",
+)
 @common.engine_options
 @click.option("--keep-text", is_flag=True, help="Keep the chunks' text in the store.")
 @click.option("--head", metavar="TEXT|@FILE", help="System prompt: also store blocks that are exact right after it.")
@@ -56,10 +62,10 @@ def command(ctx: click.Context, /, paths: tuple[str, ...], **params: Any) -> Non
     kvboost-rag warmup docs/ --store ~/kv --dry-run
     kvboost-rag warmup docs/ --store ~/kv --chunk-size 800 --chunk-overlap 80
     kvboost-rag warmup chunks.jsonl --store /mnt/kv --shard 2/8 --json
+    kvboost-rag warmup --llama-index storage/ --store ~/kv
     """
     options = common.EngineOptions.take(params)
-    split = SplitOptions(params["chunk_size"], params["chunk_overlap"])
-    corpus = Corpus(paths, split=split, skip_unknown=params["skip_unknown"])
+    corpus = _corpus(paths, params)
     head = common.text_value(params["head"])
     corpus.require_readers()
     if not params["dry_run"] and options.store in (None, "memory"):
@@ -73,6 +79,19 @@ def command(ctx: click.Context, /, paths: tuple[str, ...], **params: Any) -> Non
             _finish(run_jobs(args, params["jobs"]), params["as_json"])
         else:
             _finish(_warm(options, corpus, head, params), params["as_json"])
+
+
+def _corpus(paths: tuple[str, ...], params: dict[str, Any]) -> Corpus:
+    if not params["llama_index"]:
+        if not paths:
+            raise click.UsageError("Missing argument 'PATH…'.")
+        split = SplitOptions(params["chunk_size"], params["chunk_overlap"])
+        return Corpus(paths, split=split, skip_unknown=params["skip_unknown"])
+    if paths:
+        raise UsageError("--llama-index stands in place of PATH", hint="warm both in two runs")
+    from kvboost_rag.warmup.llama_index import LlamaIndexCorpus
+
+    return LlamaIndexCorpus(params["llama_index"])
 
 
 def _check_jobs(params: dict[str, Any]) -> None:

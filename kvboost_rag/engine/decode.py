@@ -15,10 +15,12 @@ Step = Callable[[int, int], torch.Tensor]  # (token id, its position) -> logits 
 
 
 class CancelToken:
-    """Lets another thread end a running generation after the token in progress."""
+    """Lets another thread end a running generation after the token in progress. One token may serve several requests;
+    a token with a ``parent`` is cancelled with it, not the other way round."""
 
-    def __init__(self) -> None:
+    def __init__(self, parent: CancelToken | None = None) -> None:
         self._event = threading.Event()
+        self._parent = parent
 
     def cancel(self) -> None:
         """Ask the generation to stop."""
@@ -27,7 +29,7 @@ class CancelToken:
     @property
     def cancelled(self) -> bool:
         """Whether somebody asked."""
-        return self._event.is_set()
+        return self._event.is_set() or (self._parent is not None and self._parent.cancelled)
 
 
 def cached_step(adapter: ModelAdapter, cache: RequestCache) -> Step:

@@ -87,7 +87,7 @@ class Engine:
         return prompt, self._exact_prefix(prompt, request)
 
     def _scope(self, repair: Repair) -> dict[str, str]:
-        return {"fingerprint": self.adapter.fingerprint.digest, "salt": self.salt, "policy": repair.label}
+        return {"fingerprint": self.adapter.fingerprint.digest, "salt": self.salt, "policy": repair.recipe}
 
     def _from_ids(self, request: Request) -> Prompt:
         ids = tuple(int(i) for i in request.prompt)  # type: ignore[arg-type]
@@ -164,14 +164,12 @@ class Engine:
         if not ids:
             raise EmptyPromptError("the continuation is empty")
         report = Report(reuse=request.reuse, repair=request.repair.label if request.reuse == "chunks" else "none")
-        prompt, prepared, _ = self._prepare(request, report, len(ids))
+        prompt, prepared, step = self._prepare(request, report, len(ids))
         report.ttft_s = perf_counter() - started
         rows = [prepared.logits]
-        if len(ids) > 1:
-            if prepared.plain_cache is not None:
-                raise UsageError(
-                    f"score needs our own cache: {self.adapter.support.reason}", hint=self.adapter.support.way_out
-                )
+        if prepared.plain_cache is not None:  # the model's own cache takes one token at a time
+            rows += [step(token, prompt.num_tokens + i) for i, token in enumerate(ids[:-1])]
+        elif len(ids) > 1:
             device = self.adapter.spec.device
             n = prompt.num_tokens
             positions = torch.arange(n, n + len(ids) - 1, device=device)
@@ -248,7 +246,7 @@ class Engine:
             Held(
                 fingerprint=self.adapter.fingerprint.digest,
                 salt=self.salt,
-                policy=request.repair.label,
+                policy=request.repair.recipe,
                 text=text,
                 segments=segments,
                 token_ids=kv_tokens,

@@ -6,6 +6,7 @@ Colours: reused (taken from a block), held (from a held prefix), repaired, forwa
 from __future__ import annotations
 
 from html import escape
+from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
 from kvboost_rag.errors import MissingExtraError
@@ -106,4 +107,12 @@ def report_plot(report: Report, path: str | None = None) -> Any:
     figure.legend(handles=handles, ncols=len(handles), loc="outside lower center", fontsize=8, frameon=False)
     if path is not None:
         figure.savefig(path, dpi=150)
+    figure._repr_png_ = lambda: _png(figure)  # type: ignore[attr-defined]  # draws itself without pyplot, too
     return figure
+
+
+def _png(figure: Any) -> bytes:
+    """``figure`` as a notebook shows it."""
+    buffer = BytesIO()
+    figure.savefig(buffer, format="png", dpi=80)
+    return buffer.getvalue()

@@ -97,7 +97,7 @@ class Prefiller:
             return [p for s in spans for p in range(s.start, s.end)]
         if repair.is_none or not candidates:
             return []
-        context = sum(s.end - s.start for s in spans)  # what is reused now: not misses, not held turns
+        context = len(candidates)  # what is approximate now: no misses, no held turns, no own-head chunk
         chosen = set(boundary_positions(open_spans, repair)[: int(repair.cap * context)])
         with report.stage("score"):
             if repair.query:

@@ -26,7 +26,7 @@ class Held:
 
     fingerprint: str
     salt: str
-    policy: str  # repair label that made the approximate part
+    policy: str  # repair recipe that made the approximate part
     text: str
     segments: tuple[Segment, ...]
     token_ids: tuple[int, ...]

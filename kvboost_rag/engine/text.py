@@ -19,6 +19,8 @@ class Detokenizer:
         self._stop = [s for s in stop if s]
         self._ids: list[int] = []
         self._read = 0  # ids already turned into text
+        self._begin = 0  # decoding starts here: at a character's edge (half a run of byte pieces decodes to nothing)
+        self._edges = [0]  # where whole characters ended, from _begin on
         self._held = ""  # certain characters that may begin a stop string
         self.stopped = False
 
@@ -30,21 +32,26 @@ class Detokenizer:
         if self.stopped:
             return ""
         self._ids.append(token_id)
-        begin = max(0, self._read - CONTEXT)
-        before = self._decode(self._ids[begin : self._read])
-        after = self._decode(self._ids[begin:])
+        before = self._decode(self._ids[self._begin : self._read])
+        after = self._decode(self._ids[self._begin :])
         if after.endswith("\ufffd"):  # a character is not complete yet
             return ""
-        self._read = len(self._ids)
+        self._advance()
         return self._release(after[len(before) :], final=False)
+
+    def _advance(self) -> None:
+        self._read = len(self._ids)
+        self._edges.append(self._read)
+        while len(self._edges) > 1 and self._edges[1] <= self._read - CONTEXT:
+            self._edges.pop(0)
+        self._begin = self._edges[0]
 
     def finish(self) -> str:
         """No more ids: whatever is left, incomplete characters as U+FFFD."""
         if self.stopped:
             return ""
-        begin = max(0, self._read - CONTEXT)
-        before = self._decode(self._ids[begin : self._read])
-        rest = self._decode(self._ids[begin:])[len(before) :]
+        before = self._decode(self._ids[self._begin : self._read])
+        rest = self._decode(self._ids[self._begin :])[len(before) :]
         self._read = len(self._ids)
         return self._release(rest, final=True)
 

@@ -13,8 +13,10 @@ import torch
 
 from kvboost_rag.errors import BlockFormatError
 from kvboost_rag.keys import block_key
+from kvboost_rag.kv.quantize import Packed
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 1  # of exact blocks
+COMPRESSED_VERSION = 2  # of those that were compressed: readers of version 1 must not take them for exact
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +32,12 @@ class BlockHeader:
     tags: tuple[str, ...] = ()  # free labels (document id, source), for delete-by-tag
     created_s: float = 0.0  # unix time
     cost_s: float = 0.0  # seconds of compute that the block saves
+    compression: str = "none"  # what K and V went through; "none": they are as the model computed them
     format_version: int = FORMAT_VERSION
+
+    def __post_init__(self) -> None:
+        if self.compression != "none" and self.format_version == FORMAT_VERSION:
+            object.__setattr__(self, "format_version", COMPRESSED_VERSION)
 
     def as_dict(self) -> dict[str, object]:
         """Plain JSON-able dict."""
@@ -49,6 +56,7 @@ class Block:
     token_ids: tuple[int, ...]
     header: BlockHeader
     key: str = field(default="")
+    packed: Packed | None = field(default=None, repr=False, compare=False)  # what ``kv`` was unpacked from
 
     def __post_init__(self) -> None:
         if self.kv.dim() != 5 or self.kv.shape[1] != 2 or self.kv.shape[3] != len(self.token_ids):

@@ -14,16 +14,17 @@ import re
 import struct
 from dataclasses import dataclass
 from mmap import mmap
-from typing import Any
 
 import torch
 import xxhash
 
 from kvboost_rag.errors import BlockFormatError
-from kvboost_rag.kv.block import FORMAT_VERSION, Block, BlockHeader
+from kvboost_rag.kv.block import COMPRESSED_VERSION, Block, BlockHeader
+from kvboost_rag.kv.compress import unpacked
+from kvboost_rag.kv.fields import MAX_FIELDS_BYTES, VERSIONS, read_fields, write_fields
+from kvboost_rag.kv.quantize import Packed, layout_of
 
 MAX_HEADER_BYTES = 16 << 20  # the container header, text included
-MAX_FIELDS_BYTES = 64 << 10  # the JSON of all other header fields
 MAX_TOKENS = 1 << 22
 MAX_LAYERS = 1 << 12
 MAX_HEADS = 1 << 12
@@ -37,20 +38,27 @@ Buffer = bytes | bytearray | memoryview | mmap
 
 # The checksum of the header stands at a fixed place in it, and counts as zeros while it is computed.
 _MAGIC = b'{"__metadata__":{"format":"kvboost_rag/'
-_PREFIX = _MAGIC + b'%d","header_checksum":"' % FORMAT_VERSION
+_PREFIXES = {version: _MAGIC + b'%d","header_checksum":"' % version for version in VERSIONS}
+_PREFIX_BYTES = len(_PREFIXES[1])
 _ZEROS = b"0" * 32
 _JSON_STRING = rb'"(?:[^"\\]++|\\.)*+"'
 _NUMBER = rb"([1-9][0-9]{0,14})"
-_REST = re.compile(
+_OFFSETS = rb'"data_offsets":\[' + _NUMBER + b"," + _NUMBER + rb"\]\}\} {0,63}"
+_BEFORE_KV = (
     rb'","payload_checksum":"([0-9a-f]{32})","block":(' + _JSON_STRING + rb'),"text":(' + _JSON_STRING + rb")\},"
     rb'"token_ids":\{"dtype":"I32","shape":\[' + _NUMBER + rb'\],"data_offsets":\[0,' + _NUMBER + rb"\]\},"
-    rb'"kv":\{"dtype":"(F32|F16|BF16)","shape":\[' + b",".join([_NUMBER, b"2", _NUMBER, _NUMBER, _NUMBER]) + rb"\],"
-    rb'"data_offsets":\[' + _NUMBER + b"," + _NUMBER + rb"\]\}\} {0,63}",
-    re.DOTALL,
 )
-_STR_FIELDS = ("fingerprint", "context", "context_kind", "salt", "attention")
-_FLOAT_FIELDS = ("created_s", "cost_s")
-_FIELDS = {*_STR_FIELDS, *_FLOAT_FIELDS, "tags", "format_version"}
+# K and V as they are, and compressed: bytes of [layers, bytes per layer], with the shape and dtype that come back.
+_PLAIN = re.compile(
+    _BEFORE_KV + rb'"kv":\{"dtype":"(F32|F16|BF16)","shape":\['
+    + b",".join([_NUMBER, b"2", _NUMBER, _NUMBER, _NUMBER]) + rb"\]," + _OFFSETS,
+    re.DOTALL,
+)  # fmt: skip
+_PACKED = re.compile(
+    rb'","unpacked":"(F32|F16|BF16),' + b",".join([_NUMBER, _NUMBER, _NUMBER, _NUMBER])
+    + _BEFORE_KV + rb'"kv":\{"dtype":"U8","shape":\[' + _NUMBER + b"," + _NUMBER + rb"\]," + _OFFSETS,
+    re.DOTALL,
+)  # fmt: skip
 
 
 class ForeignBlockError(BlockFormatError):
@@ -64,27 +72,28 @@ class _Layout:
     header: BlockHeader
     payload_checksum: str
     num_tokens: int
-    dtype: torch.dtype
-    shape: tuple[int, int, int, int, int]
+    dtype: torch.dtype  # of the tensor that comes back
+    shape: tuple[int, int, int, int, int]  # likewise
+    packed: bool
     data_start: int  # bytes; token ids
     kv_start: int  # bytes
 
 
 def encode_parts(block: Block) -> list[memoryview | bytes]:
-    """The bytes of ``block`` as pieces to write one after the other; the tensor's own memory is not copied.
+    """The bytes of ``block`` as pieces to write one after the other; the tensor's own memory is not copied. A block
+    with a compressed form (``block.packed``) is written in that form.
 
     Raises:
         BlockFormatError: the block cannot be written in this format (dtype, size, header values).
     """
-    dtype = _DTYPE_NAMES.get(block.kv.dtype)
-    if dtype is None:
+    if _DTYPE_NAMES.get(block.kv.dtype) is None:
         raise BlockFormatError(f"blocks of {block.kv.dtype} cannot be stored", hint=f"store one of {[*DTYPES]}")
     _check_shape(tuple(block.kv.shape))
-    kv = _raw(block.kv)
+    kv = _raw(block.kv if block.packed is None else block.packed.data)
     ids = _pack_ids(block.token_ids)
     payload = xxhash.xxh3_128(ids)
     payload.update(kv)
-    container = _container(block, dtype, payload.hexdigest(), len(ids), len(kv))
+    container = _container(block, payload.hexdigest(), len(ids), len(kv))
     return [struct.pack("<Q", len(container)) + container + ids, kv]
 
 
@@ -97,7 +106,8 @@ def decode_block(buffer: Buffer, *, verify: bool = True) -> Block:
     """The block in ``buffer``, which must hold nothing else.
 
     A writable buffer (such as a private mapping of a file) is not copied: the tensor is a view of it and keeps it
-    alive. A read-only one is copied, since a tensor over it could be written to behind its owner's back.
+    alive. A read-only one is copied, since a tensor over it could be written to behind its owner's back. K and V of a
+    compressed block are unpacked into memory of their own, in the dtype that they had.
 
     Args:
         buffer: the whole block.
@@ -113,8 +123,13 @@ def decode_block(buffer: Buffer, *, verify: bool = True) -> Block:
         raise BlockFormatError("payload checksum does not match")
     token_ids = _unpack_ids(view, layout)
     source = bytearray(view[layout.kv_start :]) if view.readonly else view[layout.kv_start :]
-    kv = torch.frombuffer(source, dtype=layout.dtype).view(layout.shape)
-    return Block(kv=kv, token_ids=token_ids, header=layout.header)
+    if not layout.packed:
+        kv = torch.frombuffer(source, dtype=layout.dtype).view(layout.shape)
+        return Block(kv=kv, token_ids=token_ids, header=layout.header)
+    layers, _, heads, tokens, head_dim = layout.shape
+    data = torch.frombuffer(source, dtype=torch.uint8).view(layers, -1)
+    packed = Packed(layout.header.compression, data, layout.dtype, heads, tokens, head_dim)
+    return unpacked(packed, token_ids, layout.header)
 
 
 def read_header(buffer: Buffer) -> tuple[BlockHeader, tuple[int, ...], tuple[int, ...], torch.dtype]:
@@ -138,40 +153,30 @@ def _pack_ids(token_ids: tuple[int, ...]) -> bytes:
     return struct.pack(f"<{len(token_ids)}i", *token_ids)
 
 
-def _container(block: Block, dtype: str, payload: str, ids_bytes: int, kv_bytes: int) -> bytes:
-    head = _PREFIX + _ZEROS
+def _container(block: Block, payload: str, ids_bytes: int, kv_bytes: int) -> bytes:
+    fields, text = json.dumps(write_fields(block.header)), json.dumps(block.header.text)
+    prefix = _PREFIXES[block.header.format_version]
+    dtype, shape, unpacked_as = _DTYPE_NAMES[block.kv.dtype], ",".join(map(str, block.kv.shape)), ""
+    if block.packed is not None:
+        layers, _, heads, tokens, head_dim = block.packed.shape
+        unpacked_as = f'","unpacked":"{_DTYPE_NAMES[block.packed.dtype]},{layers},{heads},{tokens},{head_dim}'
+        dtype, shape = "U8", ",".join(map(str, block.packed.data.shape))
     rest = (
-        f'","payload_checksum":"{payload}","block":{json.dumps(_fields_json(block.header))},'
-        f'"text":{json.dumps(block.header.text)}}},'
+        f'{unpacked_as}","payload_checksum":"{payload}","block":{fields},"text":{text}}},'
         f'"token_ids":{{"dtype":"I32","shape":[{len(block.token_ids)}],"data_offsets":[0,{ids_bytes}]}},'
-        f'"kv":{{"dtype":"{dtype}","shape":[{",".join(map(str, block.kv.shape))}],'
-        f'"data_offsets":[{ids_bytes},{ids_bytes + kv_bytes}]}}}}'
+        f'"kv":{{"dtype":"{dtype}","shape":[{shape}],"data_offsets":[{ids_bytes},{ids_bytes + kv_bytes}]}}}}'
     ).encode("ascii")
-    padding = -(8 + len(head) + len(rest) + ids_bytes) % ALIGNMENT  # so that K and V start aligned
+    padding = -(8 + len(prefix) + 32 + len(rest) + ids_bytes) % ALIGNMENT  # so that K and V start aligned
     rest += b" " * padding
-    if len(head) + len(rest) > MAX_HEADER_BYTES:
+    if len(prefix) + 32 + len(rest) > MAX_HEADER_BYTES:
         raise BlockFormatError(f"header larger than {MAX_HEADER_BYTES} bytes", hint="store without text")
-    return _PREFIX + _header_checksum(rest) + rest
+    return prefix + _header_checksum(prefix, rest) + rest
 
 
-def _header_checksum(rest: bytes | memoryview) -> bytes:
-    digest = xxhash.xxh3_128(_PREFIX + _ZEROS)
+def _header_checksum(prefix: bytes, rest: bytes | memoryview) -> bytes:
+    digest = xxhash.xxh3_128(prefix + _ZEROS)
     digest.update(rest)
     return digest.hexdigest().encode("ascii")
-
-
-def _fields_json(header: BlockHeader) -> str:
-    if header.format_version != FORMAT_VERSION:
-        raise BlockFormatError(f"cannot write format version {header.format_version!r}")
-    fields = {name: value for name, value in header.as_dict().items() if name != "text"}
-    try:
-        fields |= {name: float(getattr(header, name)) for name in _FLOAT_FIELDS}
-        text = json.dumps(fields, sort_keys=True, separators=(",", ":"), allow_nan=False)
-    except (TypeError, ValueError) as error:
-        raise BlockFormatError(f"header is not plain JSON: {error}") from None
-    if len(text) > MAX_FIELDS_BYTES:
-        raise BlockFormatError(f"header fields take {len(text)} bytes, at most {MAX_FIELDS_BYTES}", hint="fewer tags")
-    return text
 
 
 def _as_bytes(buffer: Buffer) -> memoryview:
@@ -180,48 +185,63 @@ def _as_bytes(buffer: Buffer) -> memoryview:
 
 
 def _read_layout(view: memoryview) -> _Layout:
-    size = _header_size(view)
+    version, size = _head(view)
+    prefix = _PREFIXES[version]
     fields = view[8 : 8 + size]
-    stated = bytes(fields[len(_PREFIX) : len(_PREFIX) + 32])
-    rest = bytes(fields[len(_PREFIX) + 32 :])
-    if stated != _header_checksum(rest):
+    stated = bytes(fields[len(prefix) : len(prefix) + 32])
+    rest = bytes(fields[len(prefix) + 32 :])
+    if stated != _header_checksum(prefix, rest):
         raise BlockFormatError("header checksum does not match")
-    match = _REST.fullmatch(rest)
+    plain = _PLAIN.fullmatch(rest)
+    packed = _PACKED.fullmatch(rest) if plain is None and version == COMPRESSED_VERSION else None
+    match = plain or packed
     if match is None:
         raise BlockFormatError("header is not in canonical form")
-    payload, block, text, *_ = match.groups()
-    dtype = DTYPES[match[6].decode()]
-    num_tokens, ids_end, layers, heads, tokens, head_dim, kv_start, kv_end = (
-        int(match[i]) for i in (4, 5, 7, 8, 9, 10, 11, 12)
-    )
-    shape = (layers, 2, heads, tokens, head_dim)
+    if packed:
+        dtype, layers, heads, tokens, head_dim, payload, block, text, num_tokens, ids_end, *sizes = match.groups()
+    else:
+        payload, block, text, num_tokens, ids_end, dtype, layers, heads, tokens, head_dim, *sizes = match.groups()
+    shape = (int(layers), 2, int(heads), int(tokens), int(head_dim))
     _check_shape(shape)
-    if (num_tokens, ids_end, kv_start) != (tokens, 4 * tokens, 4 * tokens):
+    *rows, kv_start, kv_end = map(int, sizes)
+    if (int(num_tokens), int(ids_end), kv_start) != (shape[3], 4 * shape[3], 4 * shape[3]):
         raise BlockFormatError("token ids and K/V disagree about their size")
-    if kv_end - kv_start != math.prod(shape) * dtype.itemsize or 8 + size + kv_end != len(view):
+    header = BlockHeader(
+        text=_parse_string(text, MAX_HEADER_BYTES), **read_fields(_parse_string(block, MAX_FIELDS_BYTES), version)
+    )
+    kv_bytes = math.prod(shape) * DTYPES[dtype.decode()].itemsize
+    if packed:
+        layer_bytes = layout_of(header.compression, *shape[2:]).layer_bytes
+        kv_bytes = shape[0] * layer_bytes
+        if rows != [shape[0], layer_bytes]:
+            raise BlockFormatError("a compressed block of another size than its shape calls for")
+    if kv_end - kv_start != kv_bytes or 8 + size + kv_end != len(view):
         raise BlockFormatError(f"a block of {8 + size + kv_end} bytes in {len(view)}")
     if (8 + size + kv_start) % ALIGNMENT:
         raise BlockFormatError("K/V are not aligned")
-    header = _parse_header(block, text)
-    return _Layout(header, payload.decode(), tokens, dtype, shape, 8 + size, 8 + size + kv_start)
+    start = 8 + size
+    return _Layout(
+        header, payload.decode(), shape[3], DTYPES[dtype.decode()], shape, bool(packed), start, start + kv_start
+    )
 
 
-def _header_size(view: memoryview) -> int:
-    """Bytes of the container header, after what can be told without reading it whole."""
-    magic = bytes(view[8 : 8 + len(_PREFIX)])
-    if magic != _PREFIX:
-        if len(view) < 8 + len(_PREFIX) and _PREFIX.startswith(magic):
+def _head(view: memoryview) -> tuple[int, int]:
+    """(format version, bytes of the container header), after what can be told without reading it whole."""
+    magic = bytes(view[8 : 8 + _PREFIX_BYTES])
+    version = next((number for number, prefix in _PREFIXES.items() if magic == prefix), None)
+    if version is None:
+        if len(view) < 8 + _PREFIX_BYTES and any(prefix.startswith(magic) for prefix in _PREFIXES.values()):
             raise BlockFormatError(f"truncated to {len(view)} bytes")
         if magic.startswith(_MAGIC):
-            version = magic[len(_MAGIC) :].split(b'"')[0].decode("ascii", "replace")
-            raise ForeignBlockError(f"format version {version!r} is not read here", hint=f"known: {FORMAT_VERSION}")
+            stated = magic[len(_MAGIC) :].split(b'"')[0].decode("ascii", "replace")
+            raise ForeignBlockError(f"format version {stated!r} is not read here", hint=f"known: {VERSIONS}")
         raise ForeignBlockError("not a block of kvboost_rag")
     (size,) = struct.unpack_from("<Q", view)
-    if not len(_PREFIX) + 32 <= size <= MAX_HEADER_BYTES:
+    if not _PREFIX_BYTES + 32 <= size <= MAX_HEADER_BYTES:
         raise BlockFormatError(f"header of {size} bytes, at most {MAX_HEADER_BYTES}")
     if 8 + size > len(view):
         raise BlockFormatError(f"truncated to {len(view)} bytes")
-    return int(size)
+    return version, int(size)
 
 
 def _check_shape(shape: tuple[int, ...]) -> None:
@@ -237,18 +257,6 @@ def _unpack_ids(view: memoryview, layout: _Layout) -> tuple[int, ...]:
     return token_ids
 
 
-def _parse_header(block: bytes, text: bytes) -> BlockHeader:
-    try:
-        fields = json.loads(_parse_string(block, MAX_FIELDS_BYTES))
-    except (ValueError, RecursionError):
-        raise BlockFormatError("header fields are not JSON") from None
-    if not isinstance(fields, dict) or set(fields) != _FIELDS:
-        raise BlockFormatError("header fields are not the known ones")
-    _check_types(fields)
-    fields["tags"] = tuple(fields["tags"])
-    return BlockHeader(text=_parse_string(text, MAX_HEADER_BYTES), **fields)
-
-
 def _parse_string(raw: bytes, limit: int) -> str:
     """The value of a JSON string literal. ``limit`` bounds the value's length."""
     try:
@@ -258,15 +266,3 @@ def _parse_string(raw: bytes, limit: int) -> str:
     if not isinstance(value, str) or len(value) > limit:
         raise BlockFormatError(f"a header string is longer than {limit} characters")
     return value
-
-
-def _check_types(fields: dict[str, Any]) -> None:
-    strings = all(type(fields[name]) is str for name in _STR_FIELDS)
-    floats = all(type(fields[name]) is float and math.isfinite(fields[name]) for name in _FLOAT_FIELDS)
-    tags = type(fields["tags"]) is list and all(type(tag) is str for tag in fields["tags"])
-    if not (strings and floats and tags and fields["format_version"] == FORMAT_VERSION):
-        raise BlockFormatError("header fields have the wrong types")
-    try:
-        "".join(fields[name] for name in _STR_FIELDS).encode()
-    except UnicodeEncodeError:  # lone surrogates: no key can be derived from them
-        raise BlockFormatError("header fields are not valid text") from None

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from kvboost_rag.errors import ModelError, UnsupportedModelError
+from kvboost_rag.errors import CapacityError, ModelError, UnsupportedModelError
 from kvboost_rag.fingerprint import Fingerprint
 from kvboost_rag.kv.rope import RopeTable
 from kvboost_rag.model.attention import NAME, ContextPlan, Plan, RowsPlan, register
@@ -45,7 +45,7 @@ class ModelSpec:
 
 def _spec(model: Any) -> ModelSpec:
     config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
-    heads = int(config.num_attention_heads)
+    heads = int(getattr(config, "num_attention_heads", None) or 1)  # state-space models have none
     return ModelSpec(
         num_layers=int(config.num_hidden_layers),
         num_heads=heads,
@@ -108,7 +108,13 @@ class ModelAdapter:
         """An uninitialised cache for one request of at most ``capacity`` positions."""
         s = self.spec
         shape = (s.num_layers, 2, s.num_kv_heads, capacity, s.head_dim)
-        return RequestCache(torch.empty(shape, dtype=s.dtype, device=s.device))
+        try:
+            return RequestCache(torch.empty(shape, dtype=s.dtype, device=s.device))
+        except torch.OutOfMemoryError as e:
+            raise CapacityError(
+                f"KV of {capacity} tokens takes {capacity * s.bytes_per_token / 2**30:.2f} GiB, more than {s.device} has",
+                hint="a shorter prompt or fewer new tokens; with vram=, plan for a longer context",
+            ) from e
 
     def forward(
         self,
@@ -150,8 +156,9 @@ class ModelAdapter:
         n = token_ids.shape[1]
         cache = CaptureCache(self.spec.num_layers)
         positions = torch.arange(start, start + n, device=token_ids.device)[None]
-        self.rows_forwarded += token_ids.numel()
-        self._call(token_ids, positions.expand(token_ids.shape[0], -1), cache, ContextPlan(context_kv, n), 1)
+        with self.lock:
+            self.rows_forwarded += token_ids.numel()
+            self._call(token_ids, positions.expand(token_ids.shape[0], -1), cache, ContextPlan(context_kv, n), 1)
         return cache
 
     @torch.inference_mode()
@@ -176,7 +183,7 @@ class ModelAdapter:
         positions = torch.arange(start, start + token_ids.numel(), device=token_ids.device)[None]
         self.rows_forwarded += token_ids.numel()
         kwargs = {self._cache_kw: cache} if cache is not None else {}
-        with torch.inference_mode():
+        with self.lock, torch.inference_mode():
             out = self.model(input_ids=token_ids[None], position_ids=positions, use_cache=True, **kwargs)
         return out.logits[0, -1:], getattr(out, "cache", None) or getattr(out, "past_key_values", None)
 

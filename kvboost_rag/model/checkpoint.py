@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,12 +16,18 @@ from kvboost_rag.errors import (
     TokenizerError,
     UnsupportedModelError,
 )
+from kvboost_rag.model.awq.format import AwqFormat, quantization_of
+
+if TYPE_CHECKING:
+    from kvboost_rag.model.streaming.backend import Backend
+    from kvboost_rag.plan import Budget
+
+    Streaming = tuple[Budget, Backend]  # what may be used of the device, and the device
 
 # quant_method of a checkpoint → (module that must be there, how to install it)
 QUANTIZERS = {
     "aqlm": ("aqlm", "aqlm"),
     "auto-round": ("auto_round", "auto-round"),
-    "awq": ("gptqmodel", "gptqmodel"),
     "bitsandbytes": ("bitsandbytes", "bitsandbytes"),
     "compressed-tensors": ("compressed_tensors", "compressed-tensors"),
     "eetq": ("eetq", "eetq"),
@@ -42,6 +48,7 @@ def load_checkpoint(
     device: torch.device,
     revision: str | None = None,
     trust_remote_code: bool = False,
+    streaming: Streaming | None = None,
 ) -> tuple[Any, Any]:
     """Model and tokenizer of ``source``. Cheap checks first, weights last; the model may still be on the CPU.
 
@@ -51,7 +58,10 @@ def load_checkpoint(
     config = _load_config(source, common)
     _check_config(source, config)
     tokenizer = _load_tokenizer(source, common)
-    model = _load_weights(source, config, dtype=dtype, device=device, common=common)
+    if streaming is not None:
+        model = _load_streamed(source, config, dtype or _own_dtype(config, device), device, common, streaming)
+    else:
+        model = _load_weights(source, config, dtype=dtype, device=device, common=common)
     if model.generation_config.eos_token_id is None:
         model.generation_config.eos_token_id = tokenizer.eos_token_id
     return model, tokenizer
@@ -118,16 +128,18 @@ def _unsupported(source: str | Path, what: str) -> UnsupportedModelError:
 
 
 def _check_quantization(source: str | Path, config: Any) -> None:
-    quantization = getattr(config, "quantization_config", None)
+    quantization = quantization_of(config)
     if not quantization:
         return
-    plain = quantization if isinstance(quantization, dict) else quantization.to_dict()
-    method = plain.get("quant_method", "?")
-    method = str(getattr(method, "value", method))  # an enum once transformers has parsed it
+    method = quantization["quant_method"]
+    if method == "awq":  # read by our own loader
+        AwqFormat.parse(source, quantization)
+        return
     if method not in QUANTIZERS:
         # transformers would skip an unknown method with a warning and read packed weights as if they were plain.
         raise UnsupportedModelError(
-            f"{source} is quantised with {method!r}, which is not read here", hint=f"known: {', '.join(QUANTIZERS)}"
+            f"{source} is quantised with {method!r}, which is not read here",
+            hint=f"known: awq, {', '.join(QUANTIZERS)}",
         )
     module, package = QUANTIZERS[method]
     if importlib.util.find_spec(module) is None:
@@ -156,6 +168,8 @@ def _load_tokenizer(source: str | Path, common: dict[str, Any]) -> Any:
 def _load_weights(
     source: str | Path, config: Any, *, dtype: torch.dtype | None, device: torch.device, common: dict[str, Any]
 ) -> Any:
+    if quantization_of(config).get("quant_method") == "awq":
+        return _load_awq(source, config, dtype or _own_dtype(config, device), device, common)
     from transformers import AutoModelForCausalLM
 
     options: dict[str, Any] = {"dtype": dtype or _own_dtype(config, device), **common}
@@ -178,6 +192,41 @@ def _load_weights(
     if dtype is None and device.type == "cpu" and model.dtype == torch.float16:
         model = model.float()
     return model
+
+
+def _load_awq(
+    source: str | Path, config: Any, dtype: torch.dtype | str, device: torch.device, common: dict[str, Any]
+) -> Any:
+    from kvboost_rag.model.direct.resident import load_resident
+
+    return load_resident(source, config, dtype=_plain_dtype(dtype, device), device=device, **common)
+
+
+def _load_streamed(
+    source: str | Path,
+    config: Any,
+    dtype: torch.dtype | str,
+    device: torch.device,
+    common: dict[str, Any],
+    streaming: Streaming,
+) -> Any:
+    from kvboost_rag.model.streaming.load import load_streamed
+
+    method = quantization_of(config).get("quant_method", "awq")
+    if method != "awq":
+        raise UnsupportedModelError(
+            f"{source} is quantised with {method}: only AWQ and plain weights are streamed", hint="leave vram out"
+        )
+    dtype = _plain_dtype(dtype, device)
+    budget, backend = streaming
+    return load_streamed(source, config, dtype=dtype, budget=budget, backend=backend, **common)
+
+
+def _plain_dtype(dtype: torch.dtype | str, device: torch.device) -> torch.dtype:
+    """Where the config does not say: AWQ files are written in float16."""
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    return torch.float32 if device.type == "cpu" else torch.float16
 
 
 def _own_dtype(config: Any, device: torch.device) -> torch.dtype | str:

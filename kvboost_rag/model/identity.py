@@ -44,9 +44,12 @@ def fingerprint_model(model: Any, tokenizer: Any) -> Fingerprint:
 
 
 def weights_digest(model: torch.nn.Module) -> str:
-    """SHA-256 over a strided sample of every parameter, by name order."""
+    """SHA-256 over a strided sample of every parameter and saved buffer (quantised layers keep their weights in
+    buffers), by name order."""
+    saved = set(model.state_dict(keep_vars=True))
+    tensors = dict(model.named_parameters()) | {n: b for n, b in model.named_buffers() if n in saved}
     h = hashlib.sha256()
-    for name, parameter in sorted(model.named_parameters()):
+    for name, parameter in sorted(tensors.items()):
         h.update(f"{name}:{tuple(parameter.shape)}".encode())
         if parameter.device.type == "meta":  # offloaded by accelerate: shape and name only
             continue
@@ -54,6 +57,17 @@ def weights_digest(model: torch.nn.Module) -> str:
         step = max(1, flat.numel() // SAMPLES)
         h.update(flat[::step][:SAMPLES].contiguous().cpu().view(torch.uint8).numpy().tobytes())
     return h.hexdigest()
+
+
+def _weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Every weight by name. Layers that are streamed are read where they stay, in host memory."""
+    found: dict[str, torch.Tensor] = dict(model.named_parameters())
+    for path, module in model.named_modules():
+        for name, buffer in module.named_buffers(prefix=path, recurse=False):
+            if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
+                found[name] = buffer
+    found.update(getattr(model, "kvboost_host_weights", {}))
+    return found
 
 
 def _quantization(config: Any) -> str:

@@ -9,15 +9,19 @@ from __future__ import annotations
 import importlib.util
 import logging
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from kvboost_rag.errors import CapacityError, ModelNotFoundError, UnknownOptionError, UsageError
 from kvboost_rag.model.checkpoint import load_checkpoint
 from kvboost_rag.model.gguf import load_gguf
+
+if TYPE_CHECKING:
+    from kvboost_rag.model.streaming.backend import Backend
+    from kvboost_rag.plan import Budget
 
 logger = logging.getLogger(__name__)
 
@@ -56,11 +60,18 @@ def load_model(
     device: str | torch.device = "auto",
     revision: str | None = None,
     trust_remote_code: bool = False,
+    vram: str | int | Budget | None = None,
+    backend: Backend | None = None,
+    held: tuple[int, int] = (0, 0),
 ) -> LoadedModel:
     """Load ``name``: a hub id, a local folder, a ``.gguf`` file, or ``"smollm2"``.
 
     ``dtype="auto"`` is the checkpoint's own (float32 instead of float16 on a CPU); a ``.gguf`` file is dequantised to
     float32 on a CPU, to bfloat16 elsewhere. ``device="auto"`` is CUDA where there is one, else the CPU.
+
+    ``vram`` (``"8GiB"``, bytes, ``"auto"`` or a :class:`~kvboost_rag.plan.Budget`) bounds the GPU memory: layers beyond
+    it stay in host memory and are streamed. ``held`` are (bytes, tokens of KV) that the caller keeps there besides.
+    ``backend`` puts another device in place of CUDA (tests).
 
     Raises UnknownOptionError and UsageError (dtype, device), ModelNotFoundError (nothing there), CheckpointError
     (damaged or incomplete), UnsupportedModelError (not a causal model, or its quantisation library is missing),
@@ -69,14 +80,39 @@ def load_model(
     target = resolve_device(device)
     wanted = resolve_dtype(dtype)
     source = resolve_source(name)
+    streaming = None
+    if vram is not None:
+        streaming = _streaming(source, vram, target, backend, held)
+        target = streaming[1].device
     if isinstance(source, Path) and source.suffix == ".gguf":
         model, tokenizer, digest = load_gguf(source, wanted or _gguf_dtype(target))
         revision = f"gguf:{digest}"
     else:
         model, tokenizer = load_checkpoint(
-            source, dtype=wanted, device=target, revision=revision, trust_remote_code=trust_remote_code
+            source,
+            dtype=wanted,
+            device=target,
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+            streaming=streaming,
         )
     return LoadedModel(_place(model, target), tokenizer, str(name), revision)
+
+
+def _streaming(
+    source: str | Path,
+    vram: str | int | Budget,
+    target: torch.device,
+    backend: Backend | None,
+    held: tuple[int, int],
+) -> tuple[Budget, Backend]:
+    from kvboost_rag.model.streaming.load import choose_backend, resolve_budget
+
+    if isinstance(source, Path) and source.suffix == ".gguf":
+        raise UsageError(f"{source} is a .gguf file, which is not streamed", hint="leave vram out, or take safetensors")
+    chosen = choose_backend(target, backend)
+    budget = resolve_budget(vram, chosen)
+    return replace(budget, held=budget.held or held[0], held_tokens=budget.held_tokens or held[1]), chosen
 
 
 def resolve_dtype(dtype: str | torch.dtype) -> torch.dtype | None:

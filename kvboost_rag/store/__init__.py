@@ -1,4 +1,4 @@
-"""Where blocks are kept: in memory, in a folder, in both, or nowhere. ``base`` has the contract."""
+"""Where blocks are kept: in memory, in a folder, on a server, in several of these. ``base`` has the contract."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from kvboost_rag.store.disk import DiskStore
 from kvboost_rag.store.memory import MemoryStore
 from kvboost_rag.store.null import NullStore
 from kvboost_rag.store.open import open_store
+from kvboost_rag.store.remote import RemoteStore
 from kvboost_rag.store.tiered import TieredStore
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "Miss",
     "NullStore",
     "Problem",
+    "RemoteStore",
     "StoreStats",
     "TieredStore",
     "open_store",

@@ -160,7 +160,7 @@ class AnchorFile:
         """The well-formed records ``[first, stop)`` with their row numbers as payload; None if there are none."""
         parts = []
         for row, records in self._pieces(first, stop):
-            good = np.flatnonzero(_well_formed(records))
+            good = np.flatnonzero(well_formed(records))
             rows = np.arange(row, row + len(records), dtype=np.uint32)
             parts.append(Slab(records["anchor"], records["length"], records["check"], rows).take(good))
         filled = [part for part in parts if len(part)]
@@ -174,6 +174,12 @@ class AnchorFile:
                 return  # shortened meanwhile
             yield first, records
             first += len(records)
+
+    def records(self) -> Records:
+        """All well-formed records, as they lie in the file."""
+        parts = [np.zeros(0, dtype=RECORD)]
+        parts += [records[well_formed(records)] for _, records in self._pieces(0, self.count())]
+        return np.concatenate(parts)
 
     def body(self, row: int) -> bytes:
         """Text hash and key digest of one record; shorter than 48 bytes if the row is gone."""
@@ -252,7 +258,7 @@ class AnchorFile:
     def _renew(self, problem: str) -> None:
         """A file that still holds records of ours gets a new header; any other is moved aside for a new file."""
         ours = not problem.startswith(_OTHER_VERSION) and any(
-            _well_formed(records).any() for _, records in self._pieces(0, os.fstat(self._own()).st_size // SIZE - 1)
+            well_formed(records).any() for _, records in self._pieces(0, os.fstat(self._own()).st_size // SIZE - 1)
         )
         if ours:
             with self.locked():
@@ -268,13 +274,14 @@ class AnchorFile:
             self._fd = -1
 
 
-def _well_formed(records: Records) -> NDArray[np.bool_]:
+def well_formed(records: Records) -> NDArray[np.bool_]:
+    """Which records are what a writer of ours wrote."""
     return np.asarray((records["length"] >= ANCHOR_CHARS) & (records["sum"] == record_sums(records)))
 
 
 def _malformed(records: Records) -> I64:
     blank = ~records.view("<u8").reshape(-1, 8).any(axis=1)
-    return np.flatnonzero(~_well_formed(records) & ~blank)
+    return np.flatnonzero(~well_formed(records) & ~blank)
 
 
 def _free_name(path: Path) -> Path:

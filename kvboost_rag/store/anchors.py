@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
@@ -22,7 +22,7 @@ import numpy as np
 
 from kvboost_rag.errors import StoreError, UsageError
 from kvboost_rag.keys import KEY_PREFIX
-from kvboost_rag.store.anchor_file import AnchorFile
+from kvboost_rag.store.anchor_file import AnchorFile, well_formed
 from kvboost_rag.store.anchor_hash import ANCHOR_CHARS, salts, text_columns, text_digest
 from kvboost_rag.store.anchor_match import CutCandidate, Matches, TextSpan, match
 from kvboost_rag.store.anchor_scan import Scan
@@ -48,6 +48,8 @@ class AnchorIndex:
     """
 
     def __init__(self, path: Path | None = None) -> None:
+        #: Called with the records that :meth:`add` found new, for whoever carries them elsewhere. Holds no lock.
+        self.on_new: Callable[[Records], None] | None = None
         self._lock = threading.RLock()
         self._closed = False
         self._file = AnchorFile(Path(path)) if path is not None else None
@@ -103,10 +105,27 @@ class AnchorIndex:
         while batch := dict.fromkeys(islice(pairs, _BATCH)):
             records = _records(list(batch), salt)
             with self._lock:
-                new += self._take(records)
+                taken = self._take(records)
+            new += len(taken)
+            if self.on_new is not None and len(taken):
+                self.on_new(taken)
         return new
 
-    def _take(self, records: Records) -> int:
+    def merge(self, records: Records) -> int:
+        """Make records known that another index gave out; malformed ones are left out. How many were new."""
+        with self._lock:
+            return len(self._take(np.unique(records[well_formed(records)])))
+
+    def records(self) -> Records:
+        """All records, to be given to another index: 64 bytes each, without the texts."""
+        with self._lock:
+            self._sync()
+            if not self._shared:
+                return _memory_records(self._table.view())
+            return self._shared.records()
+
+    def _take(self, records: Records) -> Records:
+        """Those of ``records`` that were new. Hold the lock."""
         if not self._shared:
             self._sync()
             return self._insert(records)
@@ -114,16 +133,16 @@ class AnchorIndex:
             self._sync()
             return self._insert(records)
 
-    def _insert(self, records: Records) -> int:
+    def _insert(self, records: Records) -> Records:
         records = records[~self._table.view().known(records)]
         payload = records["body"]
         if self._shared and len(records):
             if not self._shared.append(records):
-                return 0
+                return records[:0]
             payload = np.arange(self._rows, self._rows + len(records), dtype=np.uint32)
             self._rows += len(records)
         self._table.add(Slab(records["anchor"], records["length"], records["check"], payload))
-        return len(records)
+        return records
 
     # -- finding ---------------------------------------------------------------------------------------------------
 

@@ -15,9 +15,10 @@ Every method is safe from several threads, and for stores on disk from several p
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from kvboost_rag.errors import UsageError
 from kvboost_rag.kv.block import Block
 from kvboost_rag.store.anchors import AnchorIndex
 
@@ -55,6 +56,14 @@ class StoreStats:
     skipped_writes: int = 0  # full disk, full memory, larger than the limit
     evictions: int = 0
     known_chunks: int = 0
+    complete: bool = True  # False: there are more blocks than were counted (a large or slow remote)
+    pinned: int = 0
+    policy: str = ""  # who goes first when the limit is reached
+    ttl_s: float | None = None
+    compression: str = "none"
+    read_bytes: int = 0  # K and V handed out
+    read_s: float = 0.0  # spent on look-ups that hit
+    write_s: float = 0.0
     tiers: list[StoreStats] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, object]:
@@ -79,6 +88,13 @@ class BlockStore(ABC):
     #: The texts known to this store (persisted with it where the store persists). Grows by :meth:`AnchorIndex.add`;
     #: it may know texts whose block is gone (evicted): such a span is found, and its look-up is a miss.
     anchors: AnchorIndex
+
+    #: How this store compresses what is put: ``"none"``, ``"int8"`` or ``"int4"``. A block's own header says what it
+    #: went through; a compressed one never counts as exact.
+    compression: str = "none"
+
+    #: Whether :meth:`prune` works here.
+    prunable: bool = False
 
     @abstractmethod
     def get(self, key: str) -> Block | Miss:
@@ -129,6 +145,31 @@ class BlockStore(ABC):
 
     def touch(self, key: str) -> None:  # noqa: B027 - optional hook
         """Note that ``key`` was used elsewhere (a faster tier had it), for stores that evict by use. Cheap."""
+
+    def prune(self, max_bytes: int | None = None, older_than_s: float | None = None) -> int:
+        """Drop expired blocks, those not used for ``older_than_s`` seconds, then as many as must go to leave at most
+        ``max_bytes``; the number of blocks dropped. Pinned blocks go last, and never for their age.
+
+        Raises:
+            UsageError: this kind of store cannot be pruned, or a limit makes no sense.
+        """
+        hint = "store clear, or a smaller limit where the store is opened"
+        raise UsageError(f"a {self.stats().kind} store cannot be pruned", hint=hint)
+
+    def delete_tagged(self, tag: str) -> int:
+        """Drop every block that carries ``tag`` (see :attr:`BlockHeader.tags`); the number of blocks dropped. The
+        hashes of their texts stay among the known chunks until :meth:`clear`: they answer "was this very text here",
+        and nothing else. Costs a full scan."""
+        keys = [key for key in self.keys() if isinstance(b := self.get(key), Block) and tag in b.header.tags]
+        return sum(self.delete(key) for key in keys)
+
+    def pin(self, keys: Iterable[str]) -> int:
+        """Keep these blocks from eviction, as far as all pinned ones stay within half of the store's limit; the number
+        that is held and pinned now. Survives restarts where blocks do."""
+        return 0
+
+    def unpin(self, keys: Iterable[str]) -> None:  # noqa: B027 - optional hook
+        """Let these blocks be evicted again."""
 
     def close(self) -> None:  # noqa: B027 - optional hook
         """Release handles. Safe to call twice."""

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from kvboost_rag.errors import UsageError
 from kvboost_rag.kv.block import Block
+from kvboost_rag.kv.compress import compress
 from kvboost_rag.store.base import REASONS, Miss, StoreStats
 
 log = logging.getLogger("kvboost_rag.store")
@@ -21,6 +22,7 @@ class Counters:
         self._lock = threading.Lock()
         self._misses: Counter[str] = Counter()
         self._counts: Counter[str] = Counter()
+        self._seconds = {"read": 0.0, "write": 0.0}
         self._warned: set[str] = set()
 
     def count(self, name: str, amount: int = 1) -> None:
@@ -28,7 +30,7 @@ class Counters:
         with self._lock:
             self._counts[name] += amount
 
-    def result(self, found: Block | Miss) -> Block | Miss:
+    def result(self, found: Block | Miss, seconds: float = 0.0) -> Block | Miss:
         """Count what a look-up led to, and pass it on."""
         with self._lock:
             if isinstance(found, Miss):
@@ -36,7 +38,16 @@ class Counters:
                 self._misses[found.reason] += 1
             else:
                 self._counts["hits"] += 1
+                self._counts["read_bytes"] += found.nbytes
+                self._seconds["read"] += seconds
         return found
+
+    def wrote(self, seconds: float) -> bool:
+        """Count a write. Returns True, as ``put`` does then."""
+        with self._lock:
+            self._counts["writes"] += 1
+            self._seconds["write"] += seconds
+        return True
 
     def skip(self, cause: str, detail: str) -> bool:
         """Count a skipped write; warn the first time that ``cause`` is met. Returns False, as ``put`` does then."""
@@ -63,17 +74,20 @@ class Counters:
                 writes=c["writes"],
                 skipped_writes=c["skipped_writes"],
                 evictions=c["evictions"],
+                read_bytes=c["read_bytes"],
+                read_s=self._seconds["read"],
+                write_s=self._seconds["write"],
             )
 
 
-def admit(block: Block, *, keep_text: bool) -> Block:
-    """``block`` as it may be stored: under its true key, and without its text unless that was asked for.
+def admit(block: Block, *, keep_text: bool, compression: str = "none") -> Block:
+    """``block`` as it may be stored: under its true key, without its text unless that was asked for, compressed.
 
     Raises:
         UsageError: ``block.key`` is not the key of its contents.
     """
     if block.key != block.derive_key():
         raise UsageError(f"block has key {block.key!r}, but its contents lead to another", hint="leave key empty")
-    if keep_text or not block.header.text:
-        return block
-    return replace(block, header=replace(block.header, text=""))
+    if not keep_text and block.header.text:
+        block = replace(block, header=replace(block.header, text=""))
+    return compress(block, compression)

@@ -10,7 +10,8 @@ import errno
 import os
 import shutil
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -21,12 +22,16 @@ from kvboost_rag.kv.codec import decode_block, encode_parts
 from kvboost_rag.store.anchors import AnchorIndex
 from kvboost_rag.store.base import BlockStore, Miss, Problem, StoreStats
 from kvboost_rag.store.counters import Counters, admit
+from kvboost_rag.store.disk_care import Care, check_prune, index_needed
 from kvboost_rag.store.disk_check import check_store
 from kvboost_rag.store.disk_files import BlockFiles, IndexUnavailable, reason_of
 from kvboost_rag.store.disk_folder import open_folder
 from kvboost_rag.store.manifest import Manifest
+from kvboost_rag.store.policy import is_expired
+from kvboost_rag.store.settings import DEFAULT_DISK_BYTES, StoreSettings, folder_settings
 
-DEFAULT_DISK_BYTES = 20 << 30
+__all__ = ["DEFAULT_DISK_BYTES", "DEFAULT_FREE_BYTES", "DiskStore"]
+
 DEFAULT_FREE_BYTES = 1 << 30
 READERS = 4  # threads of get_many
 _TOUCH_BATCH = 256  # look-ups
@@ -39,52 +44,75 @@ class DiskStore(BlockStore):
 
     Args:
         folder: created, private to the user, if it is not there.
-        limit_bytes: most bytes of block files; the least recently used go first.
+        limit_bytes: most bytes of block files.
         min_free_bytes: space on the medium that is left to others: a write that would go below is skipped.
         keep_text: keep the chunk's text in headers.
         lock_timeout_s: how long to wait for another process's transaction on the index.
+        policy: who goes first when the limit is reached: ``"lru"``, ``"lfu"`` or ``"cost"`` (see
+            :data:`~kvboost_rag.store.policy.POLICIES`).
+        ttl_s: blocks older than this are misses, and go; 0 for no limit.
+        compression: ``"none"``, ``"int8"`` or ``"int4"``, for what is written from now on.
+
+    Limit, policy, time to live and compression are remembered by the folder: what is not given (None) is as it was
+    given last, or 20 GiB, ``"lru"``, no limit and ``"none"``.
 
     Raises:
+        UsageError: an argument makes no sense.
         StoreError: the folder cannot be used: not a folder, not writable, or of a newer layout.
         MissingExtraError: diskcache is not installed.
     """
 
+    prunable = True
+
     def __init__(
         self,
         folder: str | Path,
-        limit_bytes: int = DEFAULT_DISK_BYTES,
+        limit_bytes: int | None = None,
         *,
         min_free_bytes: int = DEFAULT_FREE_BYTES,
         keep_text: bool = False,
         lock_timeout_s: float = 30.0,
+        policy: str | None = None,
+        ttl_s: float | None = None,
+        compression: str | None = None,
     ) -> None:
-        if limit_bytes <= 0 or min_free_bytes < 0:
-            raise UsageError(f"limits of {limit_bytes} and {min_free_bytes} bytes", hint="give positive numbers")
+        given = {"limit_bytes": limit_bytes, "policy": policy, "ttl_s": ttl_s, "compression": compression}
+        given = {name: value for name, value in given.items() if value is not None}
+        StoreSettings(**given)  # type: ignore[arg-type]  # wrong values are told before a folder is made
+        if min_free_bytes < 0:
+            raise UsageError(f"a free-space floor of {min_free_bytes} bytes", hint="give at least 0")
         try:
             from kvboost_rag.store.disk_index import BlockIndex
         except ImportError as error:
             raise MissingExtraError(f"a store on disk needs diskcache: {error}", hint="pip install diskcache") from None
         self.folder = open_folder(folder)
-        self.limit_bytes, self.min_free_bytes, self.keep_text = limit_bytes, min_free_bytes, keep_text
+        self.min_free_bytes, self.keep_text = min_free_bytes, keep_text
         self.counters = Counters()
         self._touched: dict[str, None] = {}  # keys used since the index was last told, oldest first
         self._uses = 0  # since then
         self._lock = threading.Lock()
         self._pool: tuple[int, ThreadPoolExecutor] | None = None  # with the process that it works in
         try:
+            self.settings = folder_settings(self.folder, **given)
+            self.limit_bytes, self.compression = self.settings.limit_bytes, self.settings.compression
             self.files = BlockFiles(self.folder)
-            self.index = BlockIndex(self.files, limit_bytes, lock_timeout_s)
+            self.index = BlockIndex(self.files, self.limit_bytes, lock_timeout_s, self.settings.policy)
+            self.care = Care(self.files, self.index)
             self.manifest = Manifest(self.files, self.counters)
         except OSError as error:
             raise StoreError(f"cannot open the store in {self.folder}: {error}", hint="choose another folder") from None
         self.anchors = AnchorIndex(self.folder / "anchors.bin")
         self._sweep()
+        if limit_bytes is not None:  # perhaps a smaller one than before
+            with suppress(IndexUnavailable, OSError):
+                self.counters.count("evictions", self.care.prune(limit_bytes, None, None))
 
     def get(self, key: str) -> Block | Miss:
+        started = time.perf_counter()
         found = self._load(key)
         if isinstance(found, Block):
             self.touch(key)
-        return self.counters.result(found)
+        return self.counters.result(found, time.perf_counter() - started)
 
     def get_many(self, keys: Sequence[str]) -> list[Block | Miss]:
         if len(keys) < 2:
@@ -92,12 +120,13 @@ class DiskStore(BlockStore):
         return list(self._executor().map(self.get, keys))
 
     def put(self, block: Block) -> bool:
-        block = admit(block, keep_text=self.keep_text)
+        started = time.perf_counter()
         path = self.files.path(block.key)
-        assert path is not None, block.key
-        if os.path.exists(path):
+        if path is not None and os.path.exists(path) and block.key == block.derive_key():
             self.touch(block.key)
             return True
+        block = admit(block, keep_text=self.keep_text, compression=self.compression)
+        assert path is not None, block.key
         try:
             parts = encode_parts(block)
         except BlockFormatError as error:
@@ -112,8 +141,7 @@ class DiskStore(BlockStore):
         except OSError as error:
             cause = "full" if error.errno in _NO_ROOM else "write"
             return self.counters.skip(cause, f"cannot write to {self.folder}: {error}")
-        self.counters.count("writes")
-        return True
+        return self.counters.wrote(time.perf_counter() - started)
 
     def contains(self, key: str) -> bool:
         path = self.files.path(key)
@@ -145,13 +173,38 @@ class DiskStore(BlockStore):
         stats = self.counters.stats("disk")
         with suppress(IndexUnavailable, OSError):
             stats.blocks, stats.bytes = self.index.totals()
-        stats.limit_bytes = self.limit_bytes
+            stats.pinned = self.care.pinned()
+        stats.limit_bytes, stats.compression = self.limit_bytes, self.compression
+        stats.policy, stats.ttl_s = self.settings.policy, self.settings.ttl_s
         stats.known_chunks = len(self.anchors)
         return stats
 
     def check(self, fix: bool = False) -> list[Problem]:
         self.flush()
         return check_store(self.files, self.index, self.manifest, self.anchors, fix)
+
+    def prune(self, max_bytes: int | None = None, older_than_s: float | None = None) -> int:
+        check_prune(max_bytes, older_than_s)
+        self.flush()
+        with index_needed(self.folder):
+            dropped = self.care.prune(max_bytes, older_than_s, self.settings.ttl_s)
+        self.counters.count("evictions", dropped)
+        return dropped
+
+    def delete_tagged(self, tag: str) -> int:
+        with self._lock:
+            self._touched.clear()  # must not bring rows of deleted blocks back
+        with index_needed(self.folder):
+            return self.care.delete_tagged(tag)
+
+    def pin(self, keys: Iterable[str]) -> int:
+        self.flush()
+        with index_needed(self.folder):
+            return self.care.pin(keys, self.limit_bytes)
+
+    def unpin(self, keys: Iterable[str]) -> None:
+        with index_needed(self.folder):
+            self.care.unpin(keys)
 
     def clear(self) -> int:
         with self._lock:
@@ -163,6 +216,9 @@ class DiskStore(BlockStore):
                 dropped += self.files.key(path) is not None
         with suppress(IndexUnavailable, OSError):
             self.index.clear()
+        for key in self.files.pinned():
+            with suppress(OSError):
+                self.files.pin(key, False)
         self.files.empty_quarantine()
         self.manifest.clear()
         self.anchors.clear()
@@ -221,9 +277,13 @@ class DiskStore(BlockStore):
         except MemoryError:
             return Miss("unavailable", "out of memory")
         else:
-            if block.key == key:
+            if block.key != key:
+                reason, detail = "mismatch", f"holds {block.key}"
+            elif is_expired(block.header, self.settings.ttl_s, time.time(), seen[2] / 1e9):
+                self.delete(key)
+                return Miss("expired", f"older than {self.settings.ttl_s:g} s")
+            else:
                 return block
-            reason, detail = "mismatch", f"holds {block.key}"
         moved = self.files.set_aside(path, seen, reason)
         if not moved and again:  # another process replaced or moved it meanwhile
             return self._load(key, again=False)
@@ -234,7 +294,7 @@ class DiskStore(BlockStore):
         self.flush()  # recency decides who goes
         with self.files.staged(parts) as staged:
             try:
-                dropped = self.index.publish(block.key, staged, path, size, block.header.tags)
+                dropped = self.index.publish(staged, path, block.key, size, block.header)
                 self.counters.count("evictions", dropped)
             except IndexUnavailable as error:
                 self.counters.warn("index", f"the index of {self.folder} does not answer ({error}); going on without")

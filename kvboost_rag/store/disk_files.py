@@ -3,6 +3,7 @@
 ::
 
     blocks/ab/cdef….kvb   one block; the name is the key's digest, so that no index is needed to find it
+    pins/abcdef…          an empty file for each pinned block
     tmp/                  blocks being written, each locked by its writer
     quarantine/           what was found damaged or foreign; the last few only
 """
@@ -36,6 +37,18 @@ _PLACE = re.compile(r"blocks/([0-9a-f]{2})/([0-9a-f]{62})\.kvb")
 Identity = tuple[int, int, int]  # device, inode, mtime in ns
 
 
+def block_name(key: str) -> str | None:
+    """``blocks/ab/cdef….kvb`` for a key, or None for what cannot be one (so no key leads out of a store)."""
+    match = _KEY.fullmatch(key)
+    return f"blocks/{match[1]}/{match[2]}.kvb" if match else None
+
+
+def block_of_name(name: str) -> str | None:
+    """The key that such a name stands for, or None."""
+    match = _PLACE.fullmatch(name)
+    return f"{KEY_PREFIX}{match[1]}{match[2]}" if match else None
+
+
 class IndexUnavailable(Exception):
     """The index does not answer now (locked, full disk). Blocks can be read and even written without it."""
 
@@ -46,22 +59,22 @@ class BlockFiles:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.blocks, self.tmp, self.quarantine = root / "blocks", root / "tmp", root / "quarantine"
+        self.pins = root / "pins"
         self.make_folders()
 
     def make_folders(self) -> None:
         """Create what is missing. Raises OSError."""
-        for folder in (self.blocks, self.tmp, self.quarantine):
+        for folder in (self.blocks, self.tmp, self.quarantine, self.pins):
             folder.mkdir(mode=DIR_MODE, exist_ok=True)
 
     def path(self, key: str) -> Path | None:
-        """Where the block of ``key`` lies, or None for what cannot be a key (so no key leads out of the folder)."""
-        match = _KEY.fullmatch(key)
-        return self.blocks / match[1] / f"{match[2]}.kvb" if match else None
+        """Where the block of ``key`` lies, or None for what cannot be a key."""
+        name = block_name(key)
+        return self.root / name if name is not None else None
 
     def key(self, path: Path) -> str | None:
         """The key that a file in ``blocks/`` stands for, by its name."""
-        match = _PLACE.fullmatch(path.relative_to(self.root).as_posix())
-        return f"{KEY_PREFIX}{match[1]}{match[2]}" if match else None
+        return block_of_name(path.relative_to(self.root).as_posix())
 
     def walk(self) -> Iterator[Path]:
         """Every file below ``blocks/``, ours or not."""
@@ -149,6 +162,19 @@ class BlockFiles:
         for path in self.quarantine.iterdir():
             with suppress(OSError):
                 path.unlink()
+
+    def pin(self, key: str, on: bool) -> None:
+        """Note that ``key`` is pinned, or no longer is. Raises OSError."""
+        path = self.pins / key.removeprefix(KEY_PREFIX)
+        if on:
+            os.close(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, FILE_MODE))
+        else:
+            path.unlink(missing_ok=True)
+
+    def pinned(self) -> list[str]:
+        """Keys noted as pinned."""
+        keys = [KEY_PREFIX + name for name in os.listdir(self.pins)]
+        return [key for key in keys if self.path(key) is not None]
 
     def abandoned(self) -> list[Path]:
         """Temporary files whose writer is gone."""

@@ -24,10 +24,12 @@ from typing import Any, TypeVar
 import diskcache
 
 from kvboost_rag.errors import BlockFormatError
+from kvboost_rag.kv.block import BlockHeader
 from kvboost_rag.kv.codec import read_header
 from kvboost_rag.store.disk_files import BlockFiles, IndexUnavailable, folder_lock
 from kvboost_rag.store.disk_folder import DIR_MODE, FILE_MODE
-from kvboost_rag.store.disk_rows import POLICY, BlockCache, BlockDisk, BlockFile
+from kvboost_rag.store.disk_rows import BlockCache, BlockDisk, BlockFile
+from kvboost_rag.store.policy import DEFAULT_POLICY
 
 log = logging.getLogger("kvboost_rag.store")
 T = TypeVar("T")
@@ -41,13 +43,17 @@ class BlockIndex:
 
     Args:
         files: the store's files.
-        limit_bytes: most bytes of block files; the least recently used go first.
+        limit_bytes: most bytes of block files.
         timeout_s: how long to wait for another process's transaction.
+        policy: which blocks go first when the limit is reached.
     """
 
-    def __init__(self, files: BlockFiles, limit_bytes: int, timeout_s: float = 30.0) -> None:
+    def __init__(
+        self, files: BlockFiles, limit_bytes: int, timeout_s: float = 30.0, policy: str = DEFAULT_POLICY
+    ) -> None:
         self._files = files
         self._limit = limit_bytes
+        self._policy = policy
         self._timeout = timeout_s
         self._folder = files.root / "index"
         self._database = self._folder / "cache.db"
@@ -58,7 +64,7 @@ class BlockIndex:
         with folder_lock(files.root), suppress(*_BROKEN):  # a full disk: tried again on every use
             self._open()
 
-    def publish(self, key: str, staged: Path, path: Path, size: int, tags: Sequence[str]) -> int:
+    def publish(self, staged: Path, path: Path, key: str, size: int, header: BlockHeader) -> int:
         """Move a staged file into place with its row, dropping what must go for it; the number of blocks dropped.
         A file that is there already stays: replacing it would make the block vanish for a moment.
 
@@ -71,12 +77,12 @@ class BlockIndex:
                 self._adopt(cache, key)
                 return int(cache.cull())
             cache.delete(key)  # a row that lost its file
-            cache.set(key, BlockFile(self._relative(path), size), tag=_tag(tags))
+            cache.set(key, BlockFile(self._relative(path), size, header.cost_s), tag=tags_text(header.tags))
             dropped = int(cache.cull())
             self._files.publish(staged, path)
             return dropped
 
-        return self._run(work)
+        return self.run(work)
 
     def touch(self, keys: Iterable[str]) -> int:
         """Note use of ``keys``, in this order; rows that are missing are added. The number of blocks dropped when
@@ -88,7 +94,7 @@ class BlockIndex:
                     self._adopt(cache, key)
             return int(cache.cull())
 
-        return self._run(work)
+        return self.run(work)
 
     def delete(self, key: str) -> bool:
         """Drop the row and the file of ``key``. True if there was a file. Raises IndexUnavailable."""
@@ -99,26 +105,28 @@ class BlockIndex:
             cache.delete(key)
             if path is not None:
                 path.unlink(missing_ok=True)
+                cache.unpin([key])
+                self._files.pin(key, False)
             return had
 
-        return self._run(work)
+        return self.run(work)
 
     def forget(self, key: str) -> None:
         """Drop the row of ``key`` if its file is gone. Raises IndexUnavailable."""
         path = self._files.path(key)
-        self._run(lambda cache: cache.delete(key) if path is None or not path.exists() else None)
+        self.run(lambda cache: cache.delete(key) if path is None or not path.exists() else None)
 
     def totals(self) -> tuple[int, int]:
         """(blocks, bytes). Raises IndexUnavailable."""
-        return self._run(lambda cache: (len(cache), cache.volume()), write=False)
+        return self.run(lambda cache: (len(cache), cache.volume()), write=False)
 
     def keys(self) -> list[str]:
         """All keys. Raises IndexUnavailable."""
-        return self._run(lambda cache: list(cache.iterkeys()), write=False)
+        return self.run(lambda cache: list(cache.iterkeys()), write=False)
 
     def clear(self) -> None:
-        """Drop every row and its file. Raises IndexUnavailable."""
-        self._run(lambda cache: cache.clear())
+        """Drop every row, its file, and every pin. Raises IndexUnavailable."""
+        self.run(lambda cache: (cache.clear(), cache.unpin_all()))
 
     def integrity(self, fix: bool) -> list[str]:
         """diskcache's own check of its database. Raises IndexUnavailable."""
@@ -128,7 +136,7 @@ class BlockIndex:
                 warnings.simplefilter("always")  # diskcache reports by warnings
                 return [str(warning.message) for warning in cache.check(fix=fix)]
 
-        return self._run(work, write=False)
+        return self.run(work, write=False)
 
     def rebuild(self, why: object) -> None:
         """Drop the database and build it from the block files."""
@@ -143,8 +151,12 @@ class BlockIndex:
         with self._lock:
             self._disconnect()
 
-    def _run(self, work: Callable[[Any], T], *, write: bool = True) -> T:
-        """``work`` on the cache, as one transaction if ``write``; a damaged database is built again, once."""
+    def run(self, work: Callable[[Any], T], *, write: bool = True) -> T:
+        """``work`` on the cache, as one transaction if ``write``; a damaged database is built again, once.
+
+        Raises:
+            IndexUnavailable: it is locked, or the disk is full.
+        """
         with self._lock:
             try:
                 return self._attempt(work, write)
@@ -193,11 +205,12 @@ class BlockIndex:
             os.close(os.open(self._database, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE))
         cache = BlockCache(
             str(self._folder),
+            self._policy,
             timeout=self._timeout,
             disk=BlockDisk,
             size_limit=self._limit,
             cull_limit=0,  # we cull, when the new row is in
-            eviction_policy=POLICY,
+            sqlite_mmap_size=0,  # a database that is truncated under a mapping would end the process (SIGBUS)
             statistics=0,
             tag_index=0,
         )
@@ -222,7 +235,16 @@ class BlockIndex:
             for _, key in sorted((mtime, key) for mtime, key in found if key is not None):
                 if key not in self._cache:
                     self._adopt(self._cache, key)
+            self._cache.pin(self._files.pinned())
         os.close(os.open(self._complete, os.O_CREAT | os.O_CLOEXEC, FILE_MODE))
+
+    def complete(self) -> None:
+        """Add the rows of files that lack one: after a kill, or where the index did not answer. Walks all files.
+        Raises IndexUnavailable."""
+        rows = set(self.keys())
+        lacking = [key for path in self._files.walk() if (key := self._files.key(path)) and key not in rows]
+        if lacking:
+            self.touch(lacking)
 
     def _adopt(self, cache: Any, key: str) -> None:
         """Add the row of a file that lacks one. Inside a transaction."""
@@ -231,20 +253,23 @@ class BlockIndex:
             return
         with suppress(OSError):
             size = path.stat().st_size
-            cache.set(key, BlockFile(self._relative(path), size), tag=_tag(self._tags_of(path)))
+            tags, cost_s = self._describe(path)
+            cache.set(key, BlockFile(self._relative(path), size, cost_s), tag=tags_text(tags))
 
-    def _tags_of(self, path: Path) -> tuple[str, ...]:
+    def _describe(self, path: Path) -> tuple[tuple[str, ...], float]:
+        """(tags, cost in seconds) by the header of a block file."""
         try:
             header, *_ = read_header(self._files.read(path)[0])
         except (BlockFormatError, OSError):
-            return ()  # whoever asks for it will find out
-        return header.tags
+            return (), 0.0  # whoever asks for it will find out
+        return header.tags, header.cost_s
 
     def _relative(self, path: Path) -> str:
         return path.relative_to(self._files.root).as_posix()
 
 
-def _tag(tags: Sequence[str]) -> str | None:
+def tags_text(tags: Sequence[str]) -> str | None:
+    """Tags as a row keeps them."""
     return json.dumps(list(tags)) if tags else None
 
 

@@ -1,4 +1,4 @@
-"""What diskcache may keep for us, and how it evicts: block files by reference, plain keys, exact LRU.
+"""What diskcache may keep for us, and how it evicts: block files by reference, plain keys, our own orders.
 
 Nothing is ever pickled or unpickled, whatever a tampered database says (CVE-2025-69872), and no file name that a row
 holds is followed unless it is a block's.
@@ -9,18 +9,27 @@ from __future__ import annotations
 import os
 import re
 import sqlite3
+import time
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import diskcache
 
-POLICY = "kvboost-least-recently-used"
-# diskcache's own LRU drops ten rows at a time; ten blocks can be a large part of a store. One at a time is exact.
-diskcache.EVICTION_POLICY[POLICY] = {
-    **diskcache.EVICTION_POLICY["least-recently-used"],
-    "cull": "SELECT {fields} FROM Cache ORDER BY access_time LIMIT min(?, 1)",
-}
+from kvboost_rag.store.policy import POLICIES
+
+# diskcache's own orders drop ten rows at a time; ten blocks can be a large part of a store. One at a time is exact.
+# The newest row stays: under "lfu" it would go before it could be used.
+_FREE = "key NOT IN (SELECT key FROM Pins)"
+_INIT = "CREATE INDEX IF NOT EXISTS Cache_access_time ON Cache (access_time)"
+for _name, _order in POLICIES.items():
+    diskcache.EVICTION_POLICY[f"kvboost-{_name}"] = {
+        "init": _INIT,
+        "get": "access_time = {now}, access_count = access_count + 1",
+        "cull": f"SELECT {{fields}} FROM Cache WHERE {_FREE} AND rowid != (SELECT MAX(rowid) FROM Cache) "
+        f"ORDER BY {_order} LIMIT min(?, 1)",
+    }
 _UP = "../"  # diskcache resolves file names from its own folder, index/
 _FILE = re.compile(r"\.\./blocks/[0-9a-f]{2}/[0-9a-f]{62}\.kvb")
 
@@ -35,6 +44,7 @@ class BlockFile:
 
     path: str  # relative to the store's root
     size: int  # bytes
+    cost_s: float = 0.0  # seconds of compute that the block saves
 
 
 class BlockDisk(diskcache.Disk):
@@ -53,7 +63,7 @@ class BlockDisk(diskcache.Disk):
     def store(self, value: object, read: bool, key: object = diskcache.UNKNOWN) -> tuple[int, int, str | None, object]:
         if not isinstance(value, BlockFile):
             raise RefusedRow(f"a value of type {type(value).__name__}")
-        return value.size, diskcache.core.MODE_BINARY, _UP + value.path, None
+        return value.size, diskcache.core.MODE_BINARY, _UP + value.path, float(value.cost_s)
 
     def fetch(self, mode: int, filename: str | None, value: object, read: bool) -> str:
         if mode != diskcache.core.MODE_BINARY or not isinstance(filename, str) or not _FILE.fullmatch(filename):
@@ -67,10 +77,63 @@ class BlockDisk(diskcache.Disk):
 
 
 class BlockCache(diskcache.Cache):
-    """diskcache's Cache, with the size limit applied to blocks alone, as the user means it."""
+    """diskcache's Cache, with the size limit applied to blocks alone, as the user means it, and with pins.
+
+    The queries here use the one private name ``_sql`` (a statement on this thread's connection): diskcache has no
+    public way to ask for rows by anything but their key.
+    """
+
+    def __init__(self, folder: str, policy: str, **settings: Any) -> None:
+        super().__init__(folder, eviction_policy="none", **settings)
+        self._order = POLICIES[policy]
+        self._sql("CREATE TABLE IF NOT EXISTS Pins (key TEXT PRIMARY KEY)")
+        self.reset("eviction_policy", f"kvboost-{policy}")
 
     def volume(self) -> int:
         size = self.reset("size")
         if type(size) is not int or size < 0:
             raise RefusedRow(f"a total size of {size!r}")
         return size
+
+    def victims(self, count: int, *, pinned: bool = False) -> list[str]:
+        """Keys of up to ``count`` rows that would go first; ``pinned``: of all, else of those that may go."""
+        order = self._order.format(now=time.time())
+        where = "" if pinned else f"WHERE {_FREE}"
+        return self._keys(f"SELECT key FROM Cache {where} ORDER BY {order} LIMIT ?", (count,))
+
+    def unused(self, since_s: float, count: int) -> list[str]:
+        """Keys of up to ``count`` rows that were not used since then (unix time), and are not pinned."""
+        return self._keys(f"SELECT key FROM Cache WHERE access_time < ? AND {_FREE} LIMIT ?", (since_s, count))
+
+    def stored_before(self, time_s: float, count: int) -> list[str]:
+        """Keys of up to ``count`` rows that are older than that (unix time), pinned or not."""
+        return self._keys("SELECT key FROM Cache WHERE store_time < ? LIMIT ?", (time_s, count))
+
+    def tags(self, part: str) -> list[tuple[str, str]]:
+        """(key, tags as stored) of the rows whose tags contain ``part`` as text."""
+        return [(str(k), str(t)) for k, t in self._sql("SELECT key, tag FROM Cache WHERE instr(tag, ?)", (part,))]
+
+    def pin(self, keys: Iterable[str]) -> None:
+        for key in keys:
+            self._sql("INSERT OR IGNORE INTO Pins VALUES (?)", (key,))
+
+    def unpin(self, keys: Iterable[str]) -> None:
+        for key in keys:
+            self._sql("DELETE FROM Pins WHERE key = ?", (key,))
+
+    def unpin_all(self) -> None:
+        self._sql("DELETE FROM Pins")
+
+    def pinned(self) -> tuple[int, int]:
+        """(pinned rows, their bytes)."""
+        query = "SELECT COUNT(*), COALESCE(SUM(size), 0) FROM Cache WHERE key IN (SELECT key FROM Pins)"
+        ((count, size),) = self._sql(query).fetchall()
+        return int(count), int(size)
+
+    def size_of(self, key: str) -> int | None:
+        """Bytes of a row's file, or None without a row."""
+        rows = self._sql("SELECT size FROM Cache WHERE key = ?", (key,)).fetchall()
+        return int(rows[0][0]) if rows else None
+
+    def _keys(self, query: str, values: tuple[object, ...]) -> list[str]:
+        return [key for (key,) in self._sql(query, values) if isinstance(key, str)]

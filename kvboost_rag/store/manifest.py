@@ -31,7 +31,7 @@ class Manifest:
         self._held: dict[str, bytes] = {}  # values that could not be written: true for this process at least
 
     def path(self, name: str) -> Path:
-        return self.folder / f"{hashlib.sha256(name.encode()).hexdigest()}.meta"
+        return self.folder / entry_name(name)
 
     def get(self, name: str) -> bytes | None:
         """The value of ``name``, or None. A damaged one is set aside and counts as unset."""
@@ -39,7 +39,7 @@ class Manifest:
         try:
             if path.stat().st_size > MAX_VALUE_BYTES + 65536:
                 raise ValueError
-            return _unpack(path.read_bytes(), name)
+            return unpack_entry(path.read_bytes(), name)
         except ValueError:
             self._files.set_aside(path, None, "damaged")
         except OSError:
@@ -54,7 +54,7 @@ class Manifest:
             if present is not None:
                 return present
             try:
-                with self._files.staged([_pack(name, value)]) as staged:
+                with self._files.staged([pack_entry(name, value)]) as staged:
                     _link(staged, self.path(name))
                 return bytes(value)
             except FileExistsError:
@@ -77,6 +77,11 @@ class Manifest:
         return [path for path in sorted(self.folder.glob("*.meta")) if not _is_sound(path)]
 
 
+def entry_name(name: str) -> str:
+    """The file name of an entry."""
+    return f"{hashlib.sha256(name.encode()).hexdigest()}.meta"
+
+
 def _link(staged: Path, path: Path) -> None:
     """Give ``staged`` a second name, if that name is free: the one step that is atomic and never overwrites.
 
@@ -95,12 +100,13 @@ def _link(staged: Path, path: Path) -> None:
             os.replace(staged, path)
 
 
-def _pack(name: str, value: bytes) -> bytes:
+def pack_entry(name: str, value: bytes) -> bytes:
+    """The bytes of one entry."""
     body = json.dumps(name).encode("ascii") + b"\n" + value
     return b"\n".join([_MAGIC, xxhash.xxh3_128(body).hexdigest().encode("ascii"), body])
 
 
-def _unpack(data: bytes, name: str | None) -> bytes:
+def unpack_entry(data: bytes, name: str | None) -> bytes:
     """The value in ``data``. Raises ValueError if it is not a sound entry, or one of another name."""
     magic, checksum, stated, value = data.split(b"\n", 3)
     body = stated + b"\n" + value
@@ -113,7 +119,7 @@ def _unpack(data: bytes, name: str | None) -> bytes:
 
 def _is_sound(path: Path) -> bool:
     try:
-        _unpack(path.read_bytes(), None)
+        unpack_entry(path.read_bytes(), None)
     except ValueError:
         return False
     except OSError:

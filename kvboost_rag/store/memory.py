@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import OrderedDict
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
 
 from kvboost_rag.errors import UsageError
-from kvboost_rag.kv.block import Block
+from kvboost_rag.keys import block_key
+from kvboost_rag.kv.block import Block, BlockHeader
+from kvboost_rag.kv.compress import unpacked
+from kvboost_rag.kv.quantize import Packed, check_compression
 from kvboost_rag.store.anchors import AnchorIndex
 from kvboost_rag.store.base import BlockStore, Miss, Problem, StoreStats
 from kvboost_rag.store.counters import Counters, admit
+from kvboost_rag.store.policy import PINNED_SHARE, check_ttl, is_expired
 
 DEFAULT_MEMORY_BYTES = 2 << 30
 
@@ -22,51 +29,73 @@ class MemoryStore(BlockStore):
     Args:
         limit_bytes: most bytes of K and V held at once.
         keep_text: keep the chunk's text in headers.
+        ttl_s: blocks that were computed longer ago are misses, and go; 0 or None for no limit.
+        compression: ``"none"``, ``"int8"`` or ``"int4"``: more blocks fit, each hit costs the time to unpack.
+
+    Raises:
+        UsageError: an argument makes no sense.
     """
 
-    def __init__(self, limit_bytes: int = DEFAULT_MEMORY_BYTES, *, keep_text: bool = False) -> None:
+    def __init__(
+        self,
+        limit_bytes: int = DEFAULT_MEMORY_BYTES,
+        *,
+        keep_text: bool = False,
+        ttl_s: float | None = None,
+        compression: str = "none",
+    ) -> None:
         if limit_bytes < 0:
             raise UsageError(f"a memory limit of {limit_bytes} bytes", hint="give at least 0")
+        self.compression = check_compression(compression)
+        self.ttl_s = check_ttl(ttl_s)
         self.anchors = AnchorIndex()
         self.limit_bytes = limit_bytes
         self.keep_text = keep_text
         self._lock = threading.RLock()
-        self._blocks: OrderedDict[str, Block] = OrderedDict()  # oldest use first
+        self._blocks: OrderedDict[str, _Held] = OrderedDict()  # oldest use first
+        self._pinned: dict[str, int] = {}  # key → bytes
         self._bytes = 0
         self._meta: dict[str, bytes] = {}
         self._counters = Counters()
 
     def get(self, key: str) -> Block | Miss:
+        started = time.perf_counter()
         with self._lock:
-            block = self._blocks.get(key)
-            if block is not None:
-                self._blocks.move_to_end(key)
-        return self._counters.result(Miss("absent") if block is None else block)
+            held = self._blocks.get(key)
+            if held is None:
+                return self._counters.result(Miss("absent"))
+            self._blocks.move_to_end(key)
+        if is_expired(held.header, self.ttl_s, time.time()):
+            self.delete(key)
+            return self._counters.result(Miss("expired", f"older than {self.ttl_s:g} s"))
+        return self._counters.result(held.block(key), time.perf_counter() - started)
 
     def put(self, block: Block) -> bool:
-        block = admit(block, keep_text=self.keep_text)
+        started = time.perf_counter()
         with self._lock:
-            if block.key in self._blocks:
+            if block.key in self._blocks and block.key == block.derive_key():
                 self._blocks.move_to_end(block.key)
                 return True
-        if block.nbytes > self.limit_bytes:
-            detail = f"{block.nbytes} bytes do not fit the memory limit of {self.limit_bytes}"
+        held = _Held.of(admit(block, keep_text=self.keep_text, compression=self.compression), self.compression)
+        if held.nbytes > self.limit_bytes:
+            detail = f"{held.nbytes} bytes do not fit the memory limit of {self.limit_bytes}"
             return self._counters.skip("too large", detail)
-        block = _own(block)  # may copy: outside of the lock
+        held = held.owned()  # may copy: outside of the lock
         with self._lock:
-            self._insert(block)
-        return True
+            return self._insert(block.key, held, time.perf_counter() - started)
 
-    def _insert(self, block: Block) -> None:
-        if block.key in self._blocks:  # another thread was faster
-            return
-        while self._bytes + block.nbytes > self.limit_bytes:
-            _, oldest = self._blocks.popitem(last=False)
-            self._bytes -= oldest.nbytes
+    def _insert(self, key: str, held: _Held, seconds: float) -> bool:
+        if key in self._blocks:  # another thread was faster
+            return True
+        while self._bytes + held.nbytes > self.limit_bytes:
+            oldest = next((known for known in self._blocks if known not in self._pinned), None)
+            if oldest is None:
+                return self._counters.skip("pins", "pinned blocks fill the memory limit")
+            self.delete(oldest)
             self._counters.count("evictions")
-        self._blocks[block.key] = block
-        self._bytes += block.nbytes
-        self._counters.count("writes")
+        self._blocks[key] = held
+        self._bytes += held.nbytes
+        return self._counters.wrote(seconds)
 
     def touch(self, key: str) -> None:
         with self._lock:
@@ -79,9 +108,31 @@ class MemoryStore(BlockStore):
 
     def delete(self, key: str) -> bool:
         with self._lock:
-            block = self._blocks.pop(key, None)
-            self._bytes -= block.nbytes if block is not None else 0
-        return block is not None
+            held = self._blocks.pop(key, None)
+            self._pinned.pop(key, None)
+            self._bytes -= held.nbytes if held is not None else 0
+        return held is not None
+
+    def delete_tagged(self, tag: str) -> int:
+        with self._lock:
+            keys = [key for key, held in self._blocks.items() if tag in held.header.tags]
+        return sum(self.delete(key) for key in keys)
+
+    def pin(self, keys: Iterable[str]) -> int:
+        count = 0
+        with self._lock:
+            for key in keys:
+                held = self._blocks.get(key)
+                others = sum(size for pinned, size in self._pinned.items() if pinned != key)
+                if held is not None and others + held.nbytes <= self.limit_bytes * PINNED_SHARE:
+                    self._pinned[key] = held.nbytes
+                    count += 1
+        return count
+
+    def unpin(self, keys: Iterable[str]) -> None:
+        with self._lock:
+            for key in keys:
+                self._pinned.pop(key, None)
 
     def keys(self) -> Iterator[str]:
         with self._lock:
@@ -90,14 +141,15 @@ class MemoryStore(BlockStore):
     def stats(self) -> StoreStats:
         stats = self._counters.stats("memory")
         with self._lock:
-            stats.blocks, stats.bytes = len(self._blocks), self._bytes
-        stats.limit_bytes = self.limit_bytes
+            stats.blocks, stats.bytes, stats.pinned = len(self._blocks), self._bytes, len(self._pinned)
+        stats.limit_bytes, stats.compression = self.limit_bytes, self.compression
+        stats.policy, stats.ttl_s = "lru", self.ttl_s
         stats.known_chunks = len(self.anchors)
         return stats
 
     def check(self, fix: bool = False) -> list[Problem]:
         with self._lock:
-            wrong = [key for key, block in self._blocks.items() if block.derive_key() != key]
+            wrong = [key for key, held in self._blocks.items() if held.derived_key() != key]
         problems = [Problem("mismatch", key, "contents lead to another key", fix and self.delete(key)) for key in wrong]
         return problems + [Problem("anchors", "memory", text, fix) for text in self.anchors.check(fix)]
 
@@ -105,6 +157,7 @@ class MemoryStore(BlockStore):
         with self._lock:
             dropped = len(self._blocks)
             self._blocks.clear()
+            self._pinned.clear()
             self._meta.clear()
             self._bytes = 0
         self.anchors.clear()
@@ -119,10 +172,39 @@ class MemoryStore(BlockStore):
             return self._meta.setdefault(name, bytes(value))
 
 
-def _own(block: Block) -> Block:
-    """``block`` with a tensor that pins no more than its own bytes (a slice would keep the whole of what it was cut
-    from alive, uncounted) and lives in host memory."""
-    kv = block.kv.detach().cpu().contiguous()
-    if kv.untyped_storage().nbytes() > kv.nbytes + kv.nbytes // 4 + 4096:
-        kv = kv.clone()
-    return block if kv is block.kv else replace(block, kv=kv)
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """A block as it lies in memory: its tensor, or its compressed form."""
+
+    contents: torch.Tensor | Packed
+    token_ids: tuple[int, ...]
+    header: BlockHeader
+
+    @staticmethod
+    def of(block: Block, compression: str) -> _Held:
+        packed = block.packed if compression != "none" else None  # else unpacked once, for fast hits
+        return _Held(block.kv if packed is None else packed, block.token_ids, block.header)
+
+    @property
+    def nbytes(self) -> int:
+        return self.contents.nbytes
+
+    def derived_key(self) -> str:
+        return block_key(self.header.fingerprint, self.header.context, self.token_ids, self.header.salt)
+
+    def block(self, key: str) -> Block:
+        if isinstance(self.contents, Packed):
+            return unpacked(self.contents, self.token_ids, self.header, key)
+        return Block(self.contents, self.token_ids, self.header, key)
+
+    def owned(self) -> _Held:
+        """The same with memory that pins no more than its own bytes (a slice would keep the whole of what it was cut
+        from alive, uncounted) and is host memory."""
+        if isinstance(self.contents, Packed):
+            return replace(self, contents=replace(self.contents, data=_own(self.contents.data)))
+        return replace(self, contents=_own(self.contents))
+
+
+def _own(tensor: torch.Tensor) -> torch.Tensor:
+    own = tensor.detach().cpu().contiguous()
+    return own.clone() if own.untyped_storage().nbytes() > own.nbytes + own.nbytes // 4 + 4096 else own

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 from kvboost_rag.errors import UsageError
 from kvboost_rag.store.base import BlockStore
-from kvboost_rag.store.disk import DEFAULT_DISK_BYTES, DiskStore
+from kvboost_rag.store.disk import DiskStore
 from kvboost_rag.store.memory import DEFAULT_MEMORY_BYTES, MemoryStore
 from kvboost_rag.store.null import NullStore
+from kvboost_rag.store.remote_url import open_remote, parse_url, scheme_of
 from kvboost_rag.store.tiered import TieredStore
-
-_URL = re.compile(r"([a-z][a-z0-9+.-]+)://", re.IGNORECASE)
-_PLANNED = ("redis", "rediss", "s3", "gs", "az")
 
 
 def open_store(
@@ -22,42 +19,56 @@ def open_store(
     memory_bytes: int | None = None,
     limit_bytes: int | None = None,
     keep_text: bool = False,
+    compression: str | None = None,
+    policy: str | None = None,
+    ttl_s: float | None = None,
+    local: str | Path | None = None,
 ) -> BlockStore:
     """The store that ``spec`` names.
 
     Args:
-        spec: None (off), ``"memory"``, a folder (``~`` is expanded), or a store, which is returned as it is.
-        memory_bytes: budget of the memory tier (2 GiB); 0 for a folder without one.
+        spec: None (off), ``"memory"``, a folder (``~`` is expanded), a URL (``redis://``, ``rediss://``, ``s3://``,
+            ``gs://``, ``az://``, ``file://``; see ``docs/store.md`` for its options), or a store, which is returned as
+            it is.
+        memory_bytes: budget of the memory tier (2 GiB); 0 for none.
         limit_bytes: most bytes of block files in a folder (20 GiB).
         keep_text: keep the texts of chunks in block headers.
+        compression: ``"none"``, ``"int8"`` (half of bfloat16) or ``"int4"`` (a third); such blocks are not exact.
+        policy: who goes first when a folder is full: ``"lru"``, ``"lfu"`` or ``"cost"``.
+        ttl_s: blocks older than this are misses; 0 for no limit.
+        local: with a URL: a folder on this machine that keeps what was fetched.
+
+    A folder remembers limit, compression, policy and time to live: None leaves them as they are. A server does not.
 
     Raises:
-        UsageError: no such kind of store.
+        UsageError: no such kind of store, or an option that makes no sense.
         StoreError: the folder cannot be used.
+        MissingExtraError: the client library of a server is not installed.
     """
     if isinstance(spec, BlockStore):
         return spec
     if spec is None:
         return NullStore()
     if not isinstance(spec, str | Path) or not str(spec):
-        raise UsageError(f"store={spec!r} names no store", hint='give a folder, "memory" or None')
+        raise UsageError(f"store={spec!r} names no store", hint='give a folder, a URL, "memory" or None')
     memory_bytes = DEFAULT_MEMORY_BYTES if memory_bytes is None else memory_bytes
     if spec == "memory":
-        return MemoryStore(memory_bytes, keep_text=keep_text)
-    _refuse_url(str(spec))
-    limit_bytes = DEFAULT_DISK_BYTES if limit_bytes is None else limit_bytes
-    if memory_bytes == 0:
-        return DiskStore(spec, limit_bytes, keep_text=keep_text)
-    memory = MemoryStore(memory_bytes, keep_text=keep_text)
-    return TieredStore([memory, DiskStore(spec, limit_bytes, keep_text=keep_text)])
-
-
-def _refuse_url(spec: str) -> None:
-    match = _URL.match(spec)
-    if match is None:
-        return
-    scheme = match[1].lower()
-    hint = 'for now: a folder, "memory" or None'
-    if scheme in _PLANNED:
-        raise UsageError(f"stores at {scheme}:// are planned, but not there yet", hint=hint)
-    raise UsageError(f"unknown kind of store {scheme}://", hint=hint)
+        return MemoryStore(memory_bytes, keep_text=keep_text, ttl_s=ttl_s, compression=compression or "none")
+    url = str(spec) if scheme_of(str(spec)) else None
+    if url is not None:
+        parse_url(url)  # wrong ones are told before a folder is made
+    elif local is not None:
+        raise UsageError("local= goes with a URL", hint="give the folder alone")
+    tiers: list[BlockStore] = []
+    folder = spec if url is None else local
+    if folder is not None:
+        disk = DiskStore(folder, limit_bytes, keep_text=keep_text, policy=policy, ttl_s=ttl_s, compression=compression)
+        compression, ttl_s = disk.compression, disk.settings.ttl_s
+        tiers = [disk]
+    if url is not None:
+        anchors = tiers[0].anchors if tiers else None
+        compression = compression or "none"
+        tiers.append(open_remote(url, anchors=anchors, keep_text=keep_text, compression=compression, ttl_s=ttl_s))
+    if memory_bytes:
+        tiers.insert(0, MemoryStore(memory_bytes, keep_text=keep_text, ttl_s=ttl_s))
+    return tiers[0] if len(tiers) == 1 else TieredStore(tiers)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
 
 from kvboost_rag.errors import UsageError
 from kvboost_rag.kv.block import Block
+from kvboost_rag.kv.compress import compress
 from kvboost_rag.store.base import BlockStore, Miss, Problem, StoreStats
 from kvboost_rag.store.counters import Counters
 
 
 class TieredStore(BlockStore):
-    """``tiers``, fastest first. The last one keeps the manifest and the known texts, and says what is held.
+    """``tiers``, fastest first. The last one keeps the manifest and the known texts, says what is held, and how blocks
+    are compressed: every tier gets the block as the last one will give it back, so it does not matter which has it.
 
     Raises:
         UsageError: no tiers.
@@ -22,12 +25,15 @@ class TieredStore(BlockStore):
             raise UsageError("a tiered store without tiers", hint="give at least one store")
         self.tiers = list(tiers)
         self.anchors = self.tiers[-1].anchors
+        self.compression = self.tiers[-1].compression
+        self.prunable = any(tier.prunable for tier in self.tiers)
         self._counters = Counters()
 
     def get(self, key: str) -> Block | Miss:
         return self.get_many([key])[0]
 
     def get_many(self, keys: Sequence[str]) -> list[Block | Miss]:
+        started = time.perf_counter()
         found: dict[str, Block | Miss] = {}
         open_keys = list(dict.fromkeys(keys))
         for depth, tier in enumerate(self.tiers):
@@ -38,7 +44,8 @@ class TieredStore(BlockStore):
             open_keys = [key for key in open_keys if isinstance(found[key], Miss)]
             if not open_keys:
                 break
-        return [self._counters.result(found[key]) for key in keys]
+        seconds = (time.perf_counter() - started) / max(1, len(keys))
+        return [self._counters.result(found[key], seconds) for key in keys]
 
     def _spread(self, block: Block, depth: int) -> None:
         """Up goes the block, down goes the news of its use: what is hot above must not be evicted below."""
@@ -52,15 +59,38 @@ class TieredStore(BlockStore):
             tier.touch(key)
 
     def put(self, block: Block) -> bool:
+        started = time.perf_counter()
+        block = compress(block, self.compression)
         kept = [tier.put(block) for tier in self.tiers]
-        self._counters.count("writes" if any(kept) else "skipped_writes")
-        return any(kept)
+        if any(kept):
+            return self._counters.wrote(time.perf_counter() - started)
+        self._counters.count("skipped_writes")
+        return False
 
     def contains(self, key: str) -> bool:
         return any(tier.contains(key) for tier in self.tiers)
 
     def delete(self, key: str) -> bool:
         return any([tier.delete(key) for tier in self.tiers])
+
+    def prune(self, max_bytes: int | None = None, older_than_s: float | None = None) -> int:
+        """Prune the tiers that can be: one in memory goes with its process, a server prunes by its own rules."""
+        prunable = [tier for tier in self.tiers if tier.prunable]
+        if not prunable:
+            return super().prune(max_bytes, older_than_s)
+        return sum([tier.prune(max_bytes, older_than_s) for tier in prunable])
+
+    def delete_tagged(self, tag: str) -> int:
+        return max([tier.delete_tagged(tag) for tier in self.tiers])
+
+    def pin(self, keys: Iterable[str]) -> int:
+        keys = list(keys)
+        return max([tier.pin(keys) for tier in self.tiers])
+
+    def unpin(self, keys: Iterable[str]) -> None:
+        keys = list(keys)
+        for tier in self.tiers:
+            tier.unpin(keys)
 
     def keys(self) -> Iterator[str]:
         return iter({key for tier in self.tiers for key in tier.keys()})  # noqa: SIM118 - a store is not a dict
@@ -72,6 +102,8 @@ class TieredStore(BlockStore):
         last = stats.tiers[-1]
         stats.blocks, stats.bytes, stats.limit_bytes = last.blocks, last.bytes, last.limit_bytes
         stats.known_chunks, stats.evictions = last.known_chunks, last.evictions
+        stats.pinned, stats.policy, stats.ttl_s = last.pinned, last.policy, last.ttl_s
+        stats.compression, stats.complete = last.compression, last.complete
         return stats
 
     def check(self, fix: bool = False) -> list[Problem]:
@@ -81,13 +113,20 @@ class TieredStore(BlockStore):
         return max([tier.clear() for tier in self.tiers])
 
     def get_meta(self, name: str) -> bytes | None:
-        return self.tiers[-1].get_meta(name)
+        """The last tier's value; while it has none (a server that does not answer), a nearer tier's."""
+        values = (tier.get_meta(name) for tier in reversed(self.tiers))
+        return next((value for value in values if value is not None), None)
 
     def put_meta(self, name: str, value: bytes) -> bytes:
-        return self.tiers[-1].put_meta(name, value)
+        """The last tier decides, the others remember it."""
+        present = self.get_meta(name)
+        decided = self.tiers[-1].put_meta(name, value if present is None else present)
+        for tier in self.tiers[:-1]:
+            tier.put_meta(name, decided)
+        return decided
 
     def close(self) -> None:
-        for tier in self.tiers:
+        for tier in reversed(self.tiers):  # the last one may still have things to send, from those before
             tier.close()
 
 

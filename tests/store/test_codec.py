@@ -29,7 +29,7 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 def resealed(data: bytes) -> bytes:
     """``data`` with the header checksum that its (changed) header calls for, so that a reader gets past it."""
     (size,) = struct.unpack_from("<Q", data)
-    start = len(codec._PREFIX)
+    start = len(codec._PREFIXES[1])
     header = data[8 : 8 + size]
     zeroed = header[:start] + b"0" * 32 + header[start + 32 :]
     return data[: 8 + start] + xxhash.xxh3_128(zeroed).hexdigest().encode() + data[8 + start + 32 :]
@@ -133,7 +133,7 @@ def test_no_truncation_or_extension_gets_through() -> None:
 
 def test_what_is_not_ours_is_told_from_damage() -> None:
     data = encode_block(make_block(9))
-    for other in (b"x" * 1000, safetensors.torch.save({"kv": torch.zeros(3)}), with_header(data, b"rag/1", b"rag/2")):
+    for other in (b"x" * 1000, safetensors.torch.save({"kv": torch.zeros(3)}), with_header(data, b"rag/1", b"rag/3")):
         with pytest.raises(ForeignBlockError):
             decode_block(other)
     with pytest.raises(BlockFormatError) as caught:
@@ -201,8 +201,8 @@ def test_negative_token_ids_are_refused() -> None:
 def test_random_bytes(data: bytes) -> None:
     for candidate in (
         data,
-        codec._PREFIX + data,
-        struct.pack("<Q", len(codec._PREFIX) + len(data)) + codec._PREFIX + data,
+        codec._PREFIXES[1] + data,
+        struct.pack("<Q", len(codec._PREFIXES[1]) + len(data)) + codec._PREFIXES[1] + data,
     ):
         with pytest.raises(BlockFormatError):
             decode_block(candidate)

@@ -65,7 +65,8 @@ def _texts(blocks: Iterable[Any]) -> Iterable[str]:
             yield _document_text(block)
         elif not isinstance(block, (CachePoint, ThinkingBlock, ToolCallBlock)):
             raise UsageError(
-                f"a {type(block).__name__} in a message: this model reads text only", hint="pass TextBlock or str content"
+                f"a {type(block).__name__} in a message: this model reads text only",
+                hint="pass TextBlock or str content",
             )
 
 
@@ -87,7 +88,9 @@ def _call(block: ToolCallBlock) -> dict[str, Any]:
 def _legacy_calls(message: ChatMessage) -> list[dict[str, Any]]:
     """Calls of messages that were made by an older integration (OpenAI's dicts in ``additional_kwargs``)."""
     calls = message.additional_kwargs.get("tool_calls") or []
-    functions = [(c.get("id"), c["function"]) for c in calls if isinstance(c, dict) and isinstance(c.get("function"), dict)]
+    functions = [
+        (c.get("id"), c["function"]) for c in calls if isinstance(c, dict) and isinstance(c.get("function"), dict)
+    ]
     return [_function_call(id_, f.get("name", ""), f.get("arguments") or {}) for id_, f in functions]
 
 

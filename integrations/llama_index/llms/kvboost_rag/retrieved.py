@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 from weakref import WeakSet
 
-from llama_index.core.instrumentation import get_dispatcher
+import llama_index.core.instrumentation as instrument
 from llama_index.core.instrumentation.event_handlers import BaseEventHandler
 from llama_index.core.instrumentation.events import BaseEvent
 from llama_index.core.instrumentation.events.rerank import ReRankEndEvent
@@ -153,7 +153,7 @@ class _RetrievalHandler(BaseEventHandler):
 
 def watch_retrievals(watcher: RetrievedTexts) -> None:
     """Let ``watcher`` (held weakly) know what any retriever of this process returns."""
-    root = get_dispatcher("root")
+    root = instrument.get_dispatcher("root")  # type: ignore[attr-defined]
     if not any(isinstance(handler, _RetrievalHandler) for handler in root.event_handlers):
         root.add_event_handler(_RetrievalHandler())
     _WATCHERS.add(watcher)

@@ -1,0 +1,32 @@
+"""Blocks, compressed: what a store that compresses keeps, and what it gives back."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from kvboost_rag.kv.block import Block, BlockHeader
+from kvboost_rag.kv.quantize import Packed, pack
+
+
+def compress(block: Block, compression: str) -> Block:
+    """``block`` as a store with ``compression`` will give it back, with its compressed form in ``packed``.
+
+    The same block comes out of memory, disk and network then: an answer does not depend on which tier had it. A block
+    that was compressed before stays as it is (a second rounding would only lose more), and so does one whose values do
+    not fit: its header goes on saying "none", and it is stored exact.
+    """
+    if compression == "none" or block.header.compression != "none":
+        return block
+    packed = pack(block.kv, compression)
+    return block if packed is None else unpacked(packed, block.token_ids, block.header, block.key)
+
+
+def unpacked(packed: Packed, token_ids: tuple[int, ...], header: BlockHeader, key: str = "") -> Block:
+    """The block that ``packed`` holds.
+
+    Raises:
+        BlockFormatError: shapes disagree, or the scales are not finite.
+    """
+    if header.compression != packed.compression:
+        header = replace(header, compression=packed.compression)
+    return Block(packed.unpack(), token_ids, header, key, packed)

@@ -1,0 +1,1 @@
+"""AWQ checkpoints (``version: gemm``), read and run without autoawq or gptqmodel."""

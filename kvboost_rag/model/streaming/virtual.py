@@ -1,0 +1,185 @@
+"""A stand-in device on the CPU that gives races no luck.
+
+The compute stream runs as it is called (torch on a CPU does); copies wait in a queue and run in a legal order of
+choice: as late as events allow, at once, or at random. A slot is poisoned as soon as a copy to it may begin. Vector
+clocks check that each read of a slot happens after the copy that filled it, and each copy to it after every read of
+what it replaces: a wait that is missing is found even where the data came out right.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from kvboost_rag.errors import CapacityError
+from kvboost_rag.model.streaming.backend import Stream
+
+POISON = 0xFF  # bytes of NaN in every float format, -1 in integers
+
+
+class RaceError(AssertionError):
+    """Two uses of a slot that no event orders."""
+
+
+@dataclass(slots=True, eq=False)
+class VirtualEvent:
+    """``clock`` is what its stream had seen when it was recorded; ``ticket`` its place in the copy queue."""
+
+    clock: dict[str, int] | None = None
+    ticket: int = -1
+    at: float | None = None
+
+
+@dataclass(slots=True)
+class _Slot:
+    written: int = 0  # on the copy stream's clock
+    read: int = 0  # on the compute stream's clock
+    open: bool = False
+
+
+@dataclass(slots=True)
+class _Op:
+    ticket: int
+    target: torch.Tensor | None = None
+    source: torch.Tensor | None = None
+    event: VirtualEvent | None = None
+
+
+@dataclass(slots=True)
+class VirtualBackend:
+    """``order``: when copies run. ``check=False`` leaves only the poison. ``limit``: bytes of device memory.
+    ``lock_each`` and ``lock_total``: bytes that one page-locking, and all together, may take; ``lock_new``: whether new
+    pinned memory is given. Not for threads: as the streamer, it is used under a lock."""
+
+    order: Literal["late", "early", "random"] = "late"
+    seed: int = 0
+    check: bool = True
+    limit: int | None = None
+    lock_each: int | None = None
+    lock_total: int | None = None
+    lock_new: bool = False
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    allocated: int = 0
+    locked: int = 0
+    _queue: deque[_Op] = field(default_factory=deque)
+    _tickets: int = 0
+    _done: int = 0
+    _clocks: dict[str, dict[str, int]] = field(
+        default_factory=lambda: {s: {"compute": 0, "copy": 0} for s in ("compute", "copy")}
+    )
+    _slots: dict[int, _Slot] = field(default_factory=dict)
+    _random: random.Random = field(default_factory=random.Random)
+
+    def __post_init__(self) -> None:
+        self._random.seed(self.seed)
+
+    # -- memory --------------------------------------------------------------------------------------------------------
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        if self.limit is not None and self.allocated + nbytes > self.limit:
+            raise CapacityError(f"{nbytes} bytes on a virtual device of {self.limit}, {self.allocated} are taken")
+        self.allocated += nbytes
+        return torch.full((nbytes,), POISON, dtype=torch.uint8)
+
+    def register(self, block: torch.Tensor) -> bool:
+        each = block.numel() if self.lock_each is None else self.lock_each
+        total = self.locked + block.numel() if self.lock_total is None else self.lock_total
+        if block.numel() > each or self.locked + block.numel() > total:
+            return False
+        self.locked += block.numel()
+        return True
+
+    def unregister(self, block: torch.Tensor) -> None:
+        self.locked -= block.numel()
+
+    def pinned(self, nbytes: int) -> torch.Tensor | None:
+        return torch.empty(nbytes, dtype=torch.uint8) if self.lock_new else None
+
+    def memory(self) -> tuple[int, int] | None:
+        return None if self.limit is None else (self.limit - self.allocated, self.limit)
+
+    # -- order ---------------------------------------------------------------------------------------------------------
+
+    def event(self) -> VirtualEvent:
+        return VirtualEvent()
+
+    def record(self, event: VirtualEvent, stream: Stream) -> None:
+        self._tick(stream)
+        event.clock = dict(self._clocks[stream])
+        event.ticket, event.at = -1, None
+        if stream == "copy":
+            event.ticket = self._enqueue(_Op(0, event=event))
+        else:
+            event.at = time.perf_counter()
+
+    def wait(self, stream: Stream, event: VirtualEvent) -> None:
+        if event.clock is None:
+            return
+        own = self._clocks[stream]
+        for name, value in event.clock.items():
+            own[name] = max(own[name], value)
+        if stream == "compute":
+            self._run_to(event.ticket)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        self._tick("copy")
+        slot = self._slot(target)
+        needed = self._clocks["compute"]["compute"] if slot.open else slot.read
+        if self.check and self._clocks["copy"]["compute"] < needed:
+            raise RaceError("a copy may overwrite a slot that is still being read")
+        slot.written, slot.open = self._clocks["copy"]["copy"], False
+        target.fill_(POISON)  # from here on the copy may have begun
+        self._enqueue(_Op(0, target, source))
+
+    def use(self, slot: torch.Tensor) -> None:
+        self._tick("compute")
+        found = self._slot(slot)
+        if self.check and self._clocks["compute"]["copy"] < found.written:
+            raise RaceError("a slot is read before the copy that fills it is waited for")
+        found.open, found.read = True, self._clocks["compute"]["compute"]
+
+    def done(self, slot: torch.Tensor) -> None:
+        self._tick("compute")
+        found = self._slot(slot)
+        found.open, found.read = False, self._clocks["compute"]["compute"]
+
+    def _tick(self, stream: Stream) -> None:
+        self._clocks[stream][stream] += 1
+
+    def _slot(self, tensor: torch.Tensor) -> _Slot:
+        return self._slots.setdefault(tensor.data_ptr(), _Slot())
+
+    # -- the copy queue ------------------------------------------------------------------------------------------------
+
+    def _enqueue(self, op: _Op) -> int:
+        self._tickets += 1
+        op.ticket = self._tickets
+        self._queue.append(op)
+        if self.order == "early":
+            self._run_to(self._tickets)
+        elif self.order == "random":
+            self._run_to(self._random.randint(self._done, self._tickets))
+        return self._tickets
+
+    def _run_to(self, ticket: int) -> None:
+        while self._queue and self._queue[0].ticket <= ticket:
+            op = self._queue.popleft()
+            self._done = op.ticket
+            if op.target is not None and op.source is not None:
+                op.target.copy_(op.source)
+            # An event that was recorded again since then belongs to its later record.
+            if op.event is not None and op.event.ticket == op.ticket:
+                op.event.at = time.perf_counter()
+
+    # -- time ----------------------------------------------------------------------------------------------------------
+
+    def seconds(self, start: VirtualEvent, end: VirtualEvent) -> float | None:
+        return None if start.at is None or end.at is None else end.at - start.at
+
+    def measure(self, target: torch.Tensor, source: torch.Tensor) -> float | None:
+        return None

@@ -1,0 +1,149 @@
+"""The bytes of a model's parts: from its config.json alone, or from a built-in shape."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvboost_rag.errors import CheckpointError, ModelNotFoundError, UnsupportedModelError
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "phi3")
+_HALF = 2  # bytes
+
+# Plain (bf16) shapes; "<name>-awq" is the same in 4 bits, groups of 128.
+SHAPES: dict[str, dict[str, Any]] = {
+    name: {
+        "model_type": kind, "num_hidden_layers": layers, "hidden_size": hidden, "intermediate_size": inner,
+        "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": 128, "vocab_size": vocab,
+    }
+    for name, kind, layers, hidden, inner, heads, kv_heads, vocab in (
+        ("qwen2.5-7b", "qwen2", 28, 3584, 18944, 28, 4, 152064),
+        ("qwen2.5-14b", "qwen2", 48, 5120, 13824, 40, 8, 152064),
+        ("qwen2.5-32b", "qwen2", 64, 5120, 27648, 40, 8, 152064),
+        ("qwen3-32b", "qwen3", 64, 5120, 25600, 64, 8, 151936),
+        ("llama-3.1-8b", "llama", 32, 4096, 14336, 32, 8, 128256),
+        ("llama-3.3-70b", "llama", 80, 8192, 28672, 64, 8, 128256),
+    )
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """Bytes of each part. ``head`` is the output matrix; where it is tied, it is the embedding and counted once."""
+
+    layers: tuple[int, ...]
+    embed: int
+    head: int
+    rest: int  # final norm and such
+    kv_per_token: int
+    tied: bool = False
+    name: str = ""
+
+    @property
+    def total(self) -> int:
+        """All weights."""
+        return sum(self.layers) + self.embed + self.rest + (0 if self.tied else self.head)
+
+
+def find_weights(name: str | Path) -> Weights:
+    """``name``: a folder or config.json, a built-in shape (:data:`SHAPES`, also with ``-awq``), or a hub id.
+
+    Raises:
+        ModelNotFoundError, CheckpointError (an unreadable config), UnsupportedModelError (an architecture or
+        quantisation whose sizes are not known here).
+    """
+    path = Path(name).expanduser()
+    if path.exists():
+        return _from_file(path / "config.json" if path.is_dir() else path)
+    shape = str(name).lower()
+    base = shape.removesuffix("-awq")
+    if base in SHAPES:
+        packed = {"quantization_config": {"quant_method": "awq", "group_size": 128}} if base != shape else {}
+        return weights_of_config({**SHAPES[base], **packed, "dtype": "bfloat16"}, name=shape)
+    if isinstance(name, Path) or str(name).count("/") != 1:
+        raise ModelNotFoundError(
+            f"no model {str(name)!r}: no such path", hint=f"a folder, a hub id, or one of {', '.join(SHAPES)} (-awq)"
+        )
+    return _from_file(_hub_config(str(name)))
+
+
+def _hub_config(name: str) -> Path:
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(name, "config.json"))
+    except Exception as e:
+        raise ModelNotFoundError(
+            f"the config of {name!r} could not be fetched: {str(e).splitlines()[0][:200] if str(e) else e!r}",
+            hint="check the spelling and the network, or give a local folder",
+        ) from e
+
+
+def _from_file(file: Path) -> Weights:
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(config, dict):
+            raise ValueError("not an object")
+    except (OSError, ValueError) as e:
+        raise CheckpointError(f"{file} cannot be read as a model's config.json: {e}") from e
+    return weights_of_config(config, name=file.parent.name)
+
+
+def weights_of_config(config: Mapping[str, Any], *, name: str = "") -> Weights:
+    """The sizes of a Llama-like decoder. Raises UnsupportedModelError, CheckpointError (a number is missing)."""
+    kind = config.get("model_type")
+    if kind not in FAMILIES:
+        raise UnsupportedModelError(
+            f"sizes of model type {kind!r} are not known here", hint=f"known: {', '.join(FAMILIES)}"
+        )
+    try:
+        hidden, inner = int(config["hidden_size"]), int(config["intermediate_size"])
+        heads, vocab, count = (int(config[k]) for k in ("num_attention_heads", "vocab_size", "num_hidden_layers"))
+    except (KeyError, TypeError, ValueError) as e:
+        raise CheckpointError(f"config.json of {name or 'the model'} lacks {e}") from e
+    kv_heads = int(config.get("num_key_value_heads") or heads)
+    dim = int(config.get("head_dim") or hidden // heads)
+    size = _dtype_bytes(config)
+    qkv = kind == "qwen2" or bool(config.get("attention_bias"))
+    linears = [
+        (hidden, heads * dim, qkv), (hidden, kv_heads * dim, qkv), (hidden, kv_heads * dim, qkv),
+        (heads * dim, hidden, bool(config.get("attention_bias"))),
+        (hidden, inner, bool(config.get("mlp_bias"))), (hidden, inner, bool(config.get("mlp_bias"))),
+        (inner, hidden, bool(config.get("mlp_bias"))),
+    ]  # fmt: skip
+    norms = 2 * hidden + (2 * dim if kind == "qwen3" else 0)
+    per_value = _linear_bytes(config, name, size)
+    layer = norms * size + sum(round(i * o * per_value(i)) + (o * size if bias else 0) for i, o, bias in linears)
+    return Weights(
+        layers=(layer,) * count,
+        embed=vocab * hidden * size,
+        head=vocab * hidden * size,
+        rest=hidden * size,
+        kv_per_token=count * 2 * kv_heads * dim * size,
+        tied=bool(config.get("tie_word_embeddings", False)),
+        name=name,
+    )
+
+
+def _dtype_bytes(config: Mapping[str, Any]) -> int:
+    dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
+    return 4 if dtype == "float32" else _HALF
+
+
+def _linear_bytes(config: Mapping[str, Any], name: str, dense: int) -> Any:
+    """Bytes per weight of a linear layer, given its number of inputs."""
+    quantization = config.get("quantization_config") or {}
+    if not quantization:
+        return lambda inputs: dense
+    method = quantization.get("quant_method")
+    if method != "awq":
+        raise UnsupportedModelError(
+            f"{name or 'the model'} is quantised with {method}; only AWQ and plain weights are streamed",
+            hint="take the AWQ checkpoint, or the one that is not quantised",
+        )
+    group = int(quantization.get("group_size", 128))
+    # 4 bits, and per group a 16-bit scale and a 4-bit zero.
+    return lambda inputs: 0.5 + 2.5 / (inputs if group == -1 else group)

@@ -1,0 +1,361 @@
+"""Blocks on a server that many machines share: Redis, Valkey, or an object store.
+
+What comes from there counts as hostile: sizes are looked at before anything is fetched, a value becomes a block only if
+checksums, format and key agree, and a damaged one is removed. What does not come in time is a miss with the reason
+``unavailable``; after a few such the server is left alone for a while (see :mod:`~kvboost_rag.store.remote_link`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from itertools import islice
+
+from kvboost_rag.errors import BlockFormatError, StoreError, UsageError
+from kvboost_rag.keys import KEY_PREFIX
+from kvboost_rag.kv.block import Block
+from kvboost_rag.kv.codec import decode_block, encode_parts
+from kvboost_rag.kv.quantize import check_compression
+from kvboost_rag.store.anchor_table import Records
+from kvboost_rag.store.anchors import AnchorIndex
+from kvboost_rag.store.base import BlockStore, Miss, Problem, StoreStats
+from kvboost_rag.store.counters import Counters, admit
+from kvboost_rag.store.disk_files import block_name, block_of_name, reason_of
+from kvboost_rag.store.manifest import MAX_VALUE_BYTES, entry_name, pack_entry, unpack_entry
+from kvboost_rag.store.policy import check_ttl, is_expired
+from kvboost_rag.store.remote_anchors import AnchorSync
+from kvboost_rag.store.remote_link import Link, Medium, TooLarge, Unavailable, Value
+from kvboost_rag.store.remote_queue import Ticker, WriteQueue
+
+MAX_BLOCK_BYTES = 1 << 30
+REFRESH_S = 30.0
+_ABSENT_S = 10.0  # how long contains() remembers that there is no block
+_ABSENT_KEYS = 4096
+_COUNTED = 10_000  # blocks that stats() counts at most
+_COUNT_S = 2.0
+
+
+class RemoteStore(BlockStore):
+    """Blocks behind ``medium``.
+
+    Args:
+        medium: the server; this store closes it.
+        anchors: the index of known texts to keep in step with the server's; a new one in memory if None.
+        keep_text: keep the chunk's text in headers.
+        compression: ``"none"``, ``"int8"`` or ``"int4"`` for what is written from here.
+        ttl_s: blocks older than this are misses.
+        write: ``"through"``: ``put`` returns when the block is there; ``"back"``: it is sent in the background, and is
+            lost if the process is killed before.
+        timeout_s: most seconds that a look-up waits.
+        write_timeout_s: most seconds that one write waits.
+        max_block_bytes: larger values are not fetched.
+        refresh_s: how often texts that other machines added are fetched, in the background.
+
+    Raises:
+        UsageError: an argument makes no sense.
+    """
+
+    def __init__(
+        self,
+        medium: Medium,
+        *,
+        anchors: AnchorIndex | None = None,
+        keep_text: bool = False,
+        compression: str = "none",
+        ttl_s: float | None = None,
+        write: str = "through",
+        timeout_s: float = 5.0,
+        write_timeout_s: float = 60.0,
+        max_block_bytes: int = MAX_BLOCK_BYTES,
+        refresh_s: float = REFRESH_S,
+        link: Link | None = None,
+    ) -> None:
+        if write not in ("through", "back"):
+            raise UsageError(f"write={write!r}", hint='"through" or "back"')
+        if min(timeout_s, write_timeout_s, refresh_s, max_block_bytes) <= 0:
+            raise UsageError("time-outs, refresh_s and max_block_bytes must be positive")
+        self.medium = medium
+        self.keep_text, self.compression = keep_text, check_compression(compression)
+        self.ttl_s, self.max_block_bytes = check_ttl(ttl_s), max_block_bytes
+        self.link = link or Link(timeout_s)
+        self._write_timeout = write_timeout_s
+        self._counters = Counters()
+        self._held: dict[str, bytes] = {}  # manifest entries while the server does not answer
+        self._absent: dict[str, float] = {}  # key → until when contains() need not ask
+        self._unreadable: set[str] = set()  # foreign values: overwritten by the next put
+        self._queue = WriteQueue(self._send) if write == "back" else None
+        self.anchors = AnchorIndex() if anchors is None else anchors
+        self.sync = AnchorSync(self.anchors, medium, self.link)
+        try:
+            self.sync.refresh()
+            self.sync.push_missing()
+        except Unavailable as error:
+            self._warn(error)
+        self._ticker: Ticker | None = Ticker(self._tick, refresh_s)
+        self.anchors.on_new = self._note
+
+    # -- blocks --------------------------------------------------------------------------------------------------------
+
+    def get(self, key: str) -> Block | Miss:
+        return self.get_many([key])[0]
+
+    def get_many(self, keys: Sequence[str]) -> list[Block | Miss]:
+        started = time.perf_counter()
+        found: dict[str, Block | Miss] = {}
+        for key in dict.fromkeys(keys):
+            waiting = self._queue.get(key) if self._queue else None
+            if waiting is not None:
+                found[key] = waiting
+            elif block_name(key) is None:
+                found[key] = Miss("absent", "not a key")
+        wanted = [key for key in dict.fromkeys(keys) if key not in found]
+        if wanted:
+            names = [str(block_name(key)) for key in wanted]
+            try:
+                values = self.link.call(lambda: self.medium.read(names, self.max_block_bytes))
+                found |= {key: self._judge(key, value) for key, value in zip(wanted, values, strict=True)}
+            except Unavailable as error:
+                self._warn(error)
+                found |= dict.fromkeys(wanted, Miss("unavailable", str(error)))
+        seconds = (time.perf_counter() - started) / max(1, len(keys))
+        return [self._counters.result(found[key], seconds) for key in keys]
+
+    def _judge(self, key: str, value: Value) -> Block | Miss:
+        if value is None:
+            return Miss("absent")
+        reason, detail, block = _inspect(key, value, self.max_block_bytes)
+        if block is None:
+            if reason == "foreign":
+                self._unreadable.add(key)  # perhaps of a later version: others may be able to read it
+            else:
+                self._remove(key)
+            return Miss(reason, detail)
+        if is_expired(block.header, self.ttl_s, time.time()):
+            self._remove(key)
+            return Miss("expired", f"older than {self.ttl_s:g} s")
+        return block
+
+    def _remove(self, key: str) -> bool:
+        name = block_name(key)
+        try:
+            return name is not None and self._delete([name]) > 0
+        except Unavailable:
+            return False
+
+    def _delete(self, names: Sequence[str]) -> int:
+        return self.link.call(lambda: self.medium.delete(names), timeout_s=self._write_timeout)
+
+    def _read(self, name: str, limit: int) -> Value:
+        return self.link.call(lambda: self.medium.read([name], limit)[0])
+
+    def _list(self, area: str) -> list[str]:
+        listed = self.link.call(lambda: list(self.medium.entries(area)), timeout_s=self._write_timeout)
+        return [name for name, _ in listed]
+
+    def put(self, block: Block) -> bool:
+        if block.key != block.derive_key() or not self._is_there(block.key):
+            block = admit(block, keep_text=self.keep_text, compression=self.compression)
+            if self._queue is None:
+                return self._send(block)
+            if not self._queue.add(block):
+                return self._counters.skip("queue", "too many blocks wait to be written to the remote store")
+        return True
+
+    def _is_there(self, key: str) -> bool:
+        if key in self._unreadable:
+            return False
+        return (self._queue is not None and self._queue.get(key) is not None) or self._ask(key) is True
+
+    def _send(self, block: Block) -> bool:
+        """Write a block to the server; False, with one warning, if it did not get there."""
+        started, name = time.perf_counter(), str(block_name(block.key))
+        try:
+            value = b"".join(encode_parts(block))
+        except BlockFormatError as error:
+            return self._counters.skip("format", str(error))
+        limit = min(self.medium.max_value_bytes, self.max_block_bytes)
+        if len(value) > limit:
+            return self._counters.skip("too large", f"{len(value)} bytes do not fit the limit of {limit}")
+        try:
+            self.link.call(lambda: self.medium.write(name, value), timeout_s=self._write_timeout)
+        except Unavailable as error:
+            return self._counters.skip("unavailable", f"the remote store does not take it ({error})")
+        self._absent.pop(block.key, None)
+        self._unreadable.discard(block.key)
+        return self._counters.wrote(time.perf_counter() - started)
+
+    def contains(self, key: str) -> bool:
+        if self._queue is not None and self._queue.get(key) is not None:
+            return True
+        if self._absent.get(key, 0.0) > time.monotonic():
+            return False
+        there = self._ask(key)
+        if there is False:
+            if len(self._absent) >= _ABSENT_KEYS:
+                self._absent.clear()
+            self._absent[key] = time.monotonic() + _ABSENT_S
+        return there is True
+
+    def _ask(self, key: str) -> bool | None:
+        """Whether the server has ``key``; None if it does not answer."""
+        name = block_name(key)
+        if name is None:
+            return False
+        try:
+            return self.link.call(lambda: self.medium.exists(name))
+        except Unavailable as error:
+            self._warn(error)
+            return None
+
+    def delete(self, key: str) -> bool:
+        waited = self._queue is not None and self._queue.drop(key)
+        return self._remove(key) or waited
+
+    def keys(self) -> Iterator[str]:
+        """All keys; none if the server does not answer."""
+        try:
+            names = self._list("blocks")
+        except Unavailable as error:
+            self._warn(error)
+            return iter(())
+        return iter([key for name in names if (key := block_of_name(name)) is not None])
+
+    # -- the whole -----------------------------------------------------------------------------------------------------
+
+    def stats(self) -> StoreStats:
+        """Counters and sizes. Blocks are counted for two seconds or up to 10,000: after that, ``complete`` is False."""
+        stats = self._counters.stats(self.medium.kind)
+        deadline = time.monotonic() + _COUNT_S
+
+        def count() -> tuple[int, int, bool]:
+            blocks = size = 0
+            for _, one in islice(self.medium.entries("blocks"), _COUNTED):
+                blocks, size = blocks + 1, size + one
+                if time.monotonic() > deadline:
+                    return blocks, size, False
+            return blocks, size, blocks < _COUNTED
+
+        stats.complete = False
+        with suppress(Unavailable):
+            stats.blocks, stats.bytes, stats.complete = self.link.call(count, timeout_s=2 * _COUNT_S + 1)
+        stats.known_chunks, stats.compression, stats.ttl_s = len(self.anchors), self.compression, self.ttl_s
+        return stats
+
+    def check(self, fix: bool = False) -> list[Problem]:
+        """Fetches every block."""
+        problems = []
+        try:
+            for name in self._list("blocks"):
+                value, key = self._read(name, self.max_block_bytes), block_of_name(name)
+                if value is None:
+                    continue
+                reason, detail, _ = _inspect(key, value, self.max_block_bytes)
+                if reason:
+                    problems.append(Problem(reason, key or name, detail, fix and self._delete([name]) > 0))
+        except Unavailable as error:
+            problems.append(Problem("unavailable", self.medium.kind, str(error)))
+        return problems + [Problem("anchors", "memory", text, fix) for text in self.anchors.check(fix)]
+
+    def clear(self) -> int:
+        if self._queue is not None:
+            self._queue.clear()
+        self._held.clear()
+        dropped = 0
+        try:
+            for area in ("blocks", "meta"):
+                names = self._list(area)
+                for first in range(0, len(names), 1000):
+                    self._delete(names[first : first + 1000])
+                dropped += len(names) if area == "blocks" else 0
+            self.sync.clear()
+        except Unavailable as error:
+            self._warn(error)
+        self._absent.clear()
+        self.anchors.clear()
+        return dropped
+
+    # -- manifest ------------------------------------------------------------------------------------------------------
+
+    def get_meta(self, name: str) -> bytes | None:
+        try:
+            value = self._read(f"meta/{entry_name(name)}", MAX_VALUE_BYTES + 65536)
+        except Unavailable as error:
+            self._warn(error)
+            return self._held.get(name)
+        if value is None:
+            return self._held.get(name)
+        with suppress(ValueError):
+            if not isinstance(value, TooLarge):
+                return unpack_entry(bytes(value), name)
+        with suppress(Unavailable):  # damaged: counts as unset
+            self._delete([f"meta/{entry_name(name)}"])
+        return self._held.get(name)
+
+    def put_meta(self, name: str, value: bytes) -> bytes:
+        path, entry = f"meta/{entry_name(name)}", pack_entry(name, value)
+        for _ in range(3):
+            present = self.get_meta(name)
+            if present is not None:
+                return present
+            try:
+                if self.link.call(lambda: self.medium.create(path, entry)):
+                    return bytes(value)
+            except Unavailable as error:
+                self._warn(error)
+                break
+        return self._held.setdefault(name, bytes(value))
+
+    # -- life ----------------------------------------------------------------------------------------------------------
+
+    def refresh(self) -> int:
+        """Take in the texts that other machines added; how many were new. 0 if the server does not answer."""
+        try:
+            return self.sync.refresh()
+        except (Unavailable, StoreError) as error:  # StoreError: the index was closed meanwhile
+            self._warn(error)
+            return 0
+
+    def flush(self) -> None:
+        """Send what waits: blocks of write-back, and known texts."""
+        if self._queue is not None:
+            self._queue.flush(self._write_timeout)
+        self.sync.flush()
+
+    def close(self) -> None:
+        if self._ticker is None:
+            return
+        self._ticker.close()
+        self._ticker = None
+        left = self._queue.close(self._write_timeout) if self._queue is not None else 0
+        if left or not self.sync.flush():
+            self._counters.warn("close", f"closed with {left} blocks unsent, or new texts: the remote does not answer")
+        self.anchors.on_new = None
+        self.medium.close()
+
+    def _note(self, records: Records) -> None:
+        self.sync.note(records)
+        if self._ticker is not None:
+            self._ticker.wake()
+
+    def _tick(self) -> None:
+        if self.sync.flush():
+            self.refresh()
+
+    def _warn(self, error: Exception) -> None:
+        self._counters.warn("unavailable", f"the {self.medium.kind} store does not answer, going on without: {error}")
+
+
+def _inspect(key: str | None, value: bytes | memoryview | TooLarge, limit: int) -> tuple[str, str, Block | None]:
+    """(reason, detail, block) of what lay under ``key``; no reason if it is that block."""
+    if key is None or not key.startswith(KEY_PREFIX):
+        return "foreign", "not a block's name", None
+    if isinstance(value, TooLarge):
+        return "foreign", f"{value.size} bytes, at most {limit} are fetched", None
+    try:
+        block = decode_block(value)
+    except BlockFormatError as error:
+        return reason_of(error), str(error), None
+    except MemoryError:
+        return "unavailable", "out of memory", None
+    return ("", "", block) if block.key == key else ("mismatch", f"holds {block.key}", None)

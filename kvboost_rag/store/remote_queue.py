@@ -1,0 +1,127 @@
+"""Writes that do not wait: a bounded queue of blocks with one thread behind it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+
+from kvboost_rag.kv.block import Block
+
+DEFAULT_QUEUE_BYTES = 256 << 20
+
+
+class WriteQueue:
+    """Hands blocks to ``write`` one after the other, in a thread of its own.
+
+    Args:
+        write: stores a block; False if it could not.
+        limit_bytes: most bytes of K and V that wait; more is refused.
+    """
+
+    def __init__(self, write: Callable[[Block], bool], limit_bytes: int = DEFAULT_QUEUE_BYTES) -> None:
+        self._write = write
+        self._limit = limit_bytes
+        self._waiting: OrderedDict[str, Block] = OrderedDict()  # the one being written included
+        self._bytes = 0
+        self._closed = False
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+
+    def add(self, block: Block) -> bool:
+        """Queue a block. False if there is no room."""
+        with self._changed:
+            if block.key in self._waiting:
+                return True
+            if self._closed or self._bytes + block.nbytes > self._limit:
+                return False
+            self._waiting[block.key] = block
+            self._bytes += block.nbytes
+            if self._thread is None or not self._thread.is_alive():  # also after a fork
+                self._thread = threading.Thread(target=self._work, name="kvboost-write-back", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+        return True
+
+    def get(self, key: str) -> Block | None:
+        """A block that is still waiting."""
+        with self._changed:
+            return self._waiting.get(key)
+
+    def drop(self, key: str) -> bool:
+        """Forget a block that is still waiting. True if it was."""
+        with self._changed:
+            return self._remove(key)
+
+    def clear(self) -> None:
+        """Forget all that is waiting."""
+        with self._changed:
+            for key in list(self._waiting):
+                self._remove(key)
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until everything is written or given up. False if that took longer than ``timeout_s``."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._waiting, timeout_s)
+
+    def close(self, timeout_s: float) -> int:
+        """Flush and stop; the number of blocks that were not written."""
+        self.flush(timeout_s)
+        with self._changed:
+            left = len(self._waiting)
+            self._closed = True
+            self.clear()
+            self._changed.notify_all()
+        return left
+
+    def _remove(self, key: str) -> bool:
+        block = self._waiting.pop(key, None)
+        if block is None:
+            return False
+        self._bytes -= block.nbytes
+        self._changed.notify_all()
+        return True
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._closed)
+                if self._closed:
+                    return
+                block = next(iter(self._waiting.values()))
+            self._write(block)
+            self.drop(block.key)
+
+
+class Ticker:
+    """Calls ``work`` every ``period_s`` seconds, and soon after :meth:`wake`, in a thread of its own, until closed.
+
+    Args:
+        settle_s: pause between a wake-up and the call, so that a burst of wake-ups is one call.
+    """
+
+    def __init__(self, work: Callable[[], None], period_s: float, settle_s: float = 0.2) -> None:
+        self._work, self._period, self._settle = work, period_s, settle_s
+        self._wake, self._stop = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kvboost-refresh", daemon=True)
+        self._thread.start()
+
+    def wake(self) -> None:
+        self._wake.set()
+
+    def close(self) -> None:
+        """Stop; does not wait for a call that is under way."""
+        self._stop.set()
+        self._wake.set()
+
+    def _run(self) -> None:
+        due = time.monotonic() + self._period
+        while not self._stop.is_set():
+            if self._wake.wait(max(0.0, due - time.monotonic())):
+                self._stop.wait(self._settle)
+            self._wake.clear()
+            if self._stop.is_set():
+                return
+            self._work()
+            due = time.monotonic() + self._period

@@ -1,0 +1,151 @@
+"""Redis and Valkey as a remote medium: one string per value.
+
+A server may hold a million blocks beside other things, and can list names only by walking all of them. So the names of
+the two small areas (known texts, manifest) are also kept in a set each; blocks are walked only when all are asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from kvboost_rag.errors import MissingExtraError, UsageError
+from kvboost_rag.store.remote_link import TooLarge, Value
+
+DEFAULT_PREFIX = "kvboost:"
+_MOST = 512 << 20  # bytes of a string, by the server's own limit
+_PAGE = 1000
+
+
+class RedisMedium:
+    """A Redis or Valkey server.
+
+    Args:
+        url: ``redis://`` or ``rediss://`` (TLS), as redis-py takes it.
+        prefix: stands before every name, so that a server can be shared.
+        timeout_s: of each read from or write to the socket.
+        ttl_s: the server drops blocks this long after they were written; None: it keeps them.
+
+    Raises:
+        MissingExtraError: redis-py is not installed.
+        UsageError: the URL makes no sense.
+    """
+
+    kind = "redis"
+    max_value_bytes = _MOST
+
+    def __init__(
+        self, url: str, *, prefix: str = DEFAULT_PREFIX, timeout_s: float = 5.0, ttl_s: float | None = None
+    ) -> None:
+        try:
+            import redis
+            from redis.backoff import NoBackoff
+            from redis.retry import Retry
+        except ImportError as error:
+            hint = "pip install 'kvboost-rag[redis]'"
+            raise MissingExtraError(f"a store at redis:// needs redis-py: {error}", hint=hint) from None
+        try:
+            self._redis: Any = redis.Redis.from_url(
+                url,
+                socket_timeout=timeout_s,
+                socket_connect_timeout=timeout_s,
+                retry=Retry(NoBackoff(), 0),  # the link retries
+                protocol=2,  # plain, as every Redis and Valkey speaks it
+            )
+        except (ValueError, TypeError) as error:
+            raise UsageError(f"not a Redis URL: {error}", hint="redis://[user:password@]host[:6379]/[db]") from None
+        self._prefix = prefix
+        self._ttl_ms = max(1, int(ttl_s * 1000)) if ttl_s else None
+
+    def read(self, names: Sequence[str], limit: int) -> list[Value]:
+        found: list[Value] = [None] * len(names)
+        wanted = []
+        for i, size in enumerate(self._sizes(names)):
+            if size is None:  # something else under this name
+                found[i] = b""
+            elif size > limit:
+                found[i] = TooLarge(size)
+            elif size:
+                wanted.append(i)
+        # a range and not the whole value: it may have grown meanwhile
+        values = self._pipe([("GETRANGE", self._key(names[i]), 0, limit - 1) for i in wanted])
+        for k, i in enumerate(wanted):
+            found[i] = (values[k] or None) if isinstance(values[k], bytes) else b""
+        return found
+
+    def write(self, name: str, value: bytes) -> None:
+        self._put(name, value)
+
+    def create(self, name: str, value: bytes) -> bool:
+        return self._put(name, value, "NX")
+
+    def _put(self, name: str, value: bytes, *how: str) -> bool:
+        area = name.split("/")[0]
+        if area == "blocks":
+            expiry = () if self._ttl_ms is None else ("PX", self._ttl_ms)
+            return bool(self._redis.execute_command("SET", self._key(name), value, *how, *expiry))
+        # the name first: a name without a value is nothing to anybody, a value without a name is lost
+        self._redis.sadd(self._names(area), name)
+        return bool(self._redis.execute_command("SET", self._key(name), value, *how))
+
+    def exists(self, name: str) -> bool:
+        return bool(self._redis.exists(self._key(name)))
+
+    def delete(self, names: Sequence[str]) -> int:
+        total = 0
+        for first in range(0, len(names), _PAGE):
+            page = names[first : first + _PAGE]
+            total += int(self._redis.delete(*[self._key(name) for name in page]))
+            for area in {name.split("/")[0] for name in page} - {"blocks"}:
+                self._redis.srem(self._names(area), *[name for name in page if name.startswith(f"{area}/")])
+        return total
+
+    def entries(self, area: str) -> Iterator[tuple[str, int]]:
+        page: list[str] = []
+        for name in self._walk() if area == "blocks" else self._named(area):
+            page.append(name)
+            if len(page) == _PAGE:
+                yield from self._sized(page)
+                page = []
+        yield from self._sized(page)
+
+    def _walk(self) -> Iterator[str]:
+        start = self._prefix.encode()
+        escaped = "".join(f"\\{c}" if c in "*?[]\\^-" else c for c in self._prefix)
+        seen: set[bytes] = set()  # a walk may show a key twice
+        for key in self._redis.scan_iter(match=f"{escaped}blocks/*", count=_PAGE):
+            if key not in seen:
+                seen.add(key)
+                yield key[len(start) :].decode("ascii", "replace")
+
+    def _named(self, area: str) -> Iterator[str]:
+        for name in self._redis.sscan_iter(self._names(area), count=_PAGE):
+            yield name.decode("ascii", "replace")
+
+    def _sized(self, names: Sequence[str]) -> Iterator[tuple[str, int]]:
+        for name, size in zip(names, self._sizes(names), strict=True):
+            if size:
+                yield name, size
+
+    def _sizes(self, names: Sequence[str]) -> list[int | None]:
+        """Bytes of each value, 0 where there is none, None where something else lies under the name."""
+        answers = self._pipe([("STRLEN", self._key(name)) for name in names])
+        return [answer if isinstance(answer, int) else None for answer in answers]
+
+    def _pipe(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Answers to several commands, sent at once; an error in place of an answer where a command failed."""
+        if not commands:
+            return []
+        with self._redis.pipeline(transaction=False) as pipe:
+            for command in commands:
+                pipe.execute_command(*command)
+            return list(pipe.execute(raise_on_error=False))
+
+    def _key(self, name: str) -> str:
+        return self._prefix + name
+
+    def _names(self, area: str) -> str:
+        return f"{self._prefix}names:{area}"
+
+    def close(self) -> None:
+        self._redis.close()

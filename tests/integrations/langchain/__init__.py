@@ -1,0 +1,1 @@
+"""LangChain: standard suites, the plain swap, and what users complain about."""
