@@ -5,9 +5,9 @@
     python benchmarks/fidelity.py --set twohop --chunks 8 --chunk-tokens 256 --seed 3
     python benchmarks/fidelity.py --set my.jsonl --model Qwen/Qwen2.5-0.5B-Instruct --plot fidelity.png
 
-Full prefill runs over the same span tokens as reuse; what span-wise tokenising itself changes is the row ``plain``. KL is
-KL(full prefill ‖ policy) of the next-token distribution, teacher-forced over full prefill's greedy answer and over the
-gold answer. ``tune`` and ``held`` are the halves of a set: defaults were tuned on the first, reports use the second.
+Full prefill runs over the same span tokens as reuse; what span-wise tokenising itself changes is the row ``plain``. KL
+is KL(full prefill ‖ policy) of the next-token distribution, teacher-forced over full prefill's greedy answer and over
+the gold answer. ``tune`` and ``held`` are the halves of a set: defaults were tuned on the first, reports use the second.
 """
 
 from __future__ import annotations
@@ -112,7 +112,9 @@ class Bench:
             options["chunks"] = list(item.passages)
         greedy = engine.score(prompt, full.token_ids, logits=True, **options)
         gold = engine.score(prompt, item.answers[0], logits=True, **options)
-        assert greedy.logits is not None and gold.logits is not None and full.gold.logits is not None
+        assert greedy.logits is not None
+        assert gold.logits is not None
+        assert full.gold.logits is not None
         same = agreement(full.logits, greedy.logits)
         text = full.text
         if same < 1:  # where every argmax agrees, the free run is the teacher-forced one

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -27,6 +27,9 @@ from kvboost_rag.plan import Budget
 from kvboost_rag.store.base import BlockStore
 from kvboost_rag.store.open import open_store
 from kvboost_rag.warmup import SourceChunk, WarmPlan, WarmProgress, WarmReport, plan, warm
+
+if TYPE_CHECKING:
+    from kvboost_rag.verify import VerifyReport
 
 Head = str | Sequence[Mapping[str, Any]]
 DEFAULT_STORE = "~/.cache/kvboost-rag"
@@ -89,9 +92,7 @@ class KVBoost:
             keep_text=keep_text,
             compression=compression,
         )
-        self._canonical = canonical_context(
-            self.adapter, self.tokens, self.store, filler, filler_tokens, alone=alone
-        )
+        self._canonical = canonical_context(self.adapter, self.tokens, self.store, filler, filler_tokens, alone=alone)
         self._keep_text = keep_text
         self._salt = salt
         self._encoder = self.encoder()
@@ -262,6 +263,17 @@ class KVBoost:
 
     def _request(self, prompt: PromptInput, options: Mapping[str, Any]) -> Request:
         return Request.build(prompt, reuse=self.reuse, repair=self.repair, options=options)
+
+    def verify(self, items: Iterable[Any], **options: Any) -> VerifyReport:
+        """What reuse changes in the answers to ``items``: KL, agreement and changed answers against full prefill.
+
+        Items are mappings with ``question`` and ``passages``, or ``messages`` (or ``prompt``) and ``chunks``. Options:
+        ``policy`` (default: this engine's repair), ``max_new_tokens`` (32), ``max_kl`` (0.1), ``min_agreement`` (0.9),
+        ``progress``. See :func:`kvboost_rag.verify.verify`.
+        """
+        from kvboost_rag.verify import verify
+
+        return verify(self, items, **options)
 
     # -- state -------------------------------------------------------------------------------------------------------
 

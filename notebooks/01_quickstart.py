@@ -75,8 +75,8 @@ reused = engine.generate(prompt, **options)
 reused
 
 # %%
-print(f"plain prefill  {plain.report.forwarded_tokens:5.0f} tokens forwarded, first token after {plain.report.ttft_s:.2f} s")
-print(f"with reuse     {reused.report.forwarded_tokens:5.0f} tokens forwarded, first token after {reused.report.ttft_s:.2f} s")
+for name, r in {"plain prefill": plain.report, "with reuse": reused.report}.items():
+    print(f"{name:14} {r.forwarded_tokens:5.0f} tokens forwarded, first token after {r.ttft_s:.2f} s")
 
 # %% [markdown]
 # ## 3. Another order, another question
@@ -85,7 +85,7 @@ print(f"with reuse     {reused.report.forwarded_tokens:5.0f} tokens forwarded, f
 # all chunks hit again. `report.plot()` gives the same picture as a figure, for a paper or a dashboard.
 
 # %%
-other = "How long does the crossing to the island take?"
+other = "How heavy is the bell of the Aurora?"
 result = engine.generate(messages(list(reversed(retrieve(other))), other), **options)
 print(result.text.strip())
 print(f"{result.report.hits} of {len(result.report.chunks)} chunks hit")
@@ -94,34 +94,30 @@ result.report.plot()
 # %% [markdown]
 # ## 4. What it costs: the answer is approximate
 #
-# A stored block was computed without the chunks that now stand in front of it, so its keys and values are close to the
-# true ones, not equal. *Repair* recomputes the tokens where that matters most. How much is your choice:
+# A stored block was computed without the chunks that now stand in front of it, so its keys and values are close to
+# the true ones, not equal. *Repair* recomputes the tokens where that matters most. How much is your choice:
 
 # %%
-base = plain.report.ttft_s
-print(f"{'':18} {'forwarded':>9} {'TTFT':>7} {'faster':>7}  answer")
-for name, how in {
-    "plain prefill": {"reuse": "off"},
-    "no repair (fast)": {"repair": "fast"},
-    "balanced": {"repair": "balanced"},
-    "faithful": {"repair": "faithful"},
-}.items():
+results = {"plain prefill": plain}
+for repair in "fast", "balanced", "faithful":
     engine.forget()  # let go of finished prompts, so that each row starts from the stored blocks alone
-    r = engine.generate(prompt, **how, **options)
-    print(
-        f"{name:18} {r.report.forwarded_tokens:9.0f} {r.report.ttft_s:6.2f}s {base / r.report.ttft_s:6.1f}x  "
-        f"{r.text.strip()}"
-    )
+    results[repair] = engine.generate(prompt, repair=repair, **options)
+
+print(f"{'':14} {'forwarded':>9} {'TTFT':>7} {'faster':>7}  answer")
+for name, result in results.items():
+    r = result.report
+    faster = plain.report.ttft_s / r.ttft_s
+    print(f"{name:14} {r.forwarded_tokens:9.0f} {r.ttft_s:6.2f}s {faster:6.1f}x  {result.text.strip()}")
 
 # %% [markdown]
-# Read the answers and not only the times. Without repair, the little model says something else than it says after a full
-# prefill; with repair it is back at the same answer. That is one question and one small model: notebook 03 looks at the
-# difference token by token, and notebook 06 measures it on **your** documents with **your** model. Where an
-# approximation is out of place, `reuse="prefix"` reuses exact prefixes only, and `result.report.exact` always says which
-# of the two you got.
+# Read the answers and not only the times. Without repair, the little model says something else than it says after a
+# full prefill; with repair it is back at the same answer. That is one question and one small model: notebook 03 looks
+# at the difference token by token, and notebook 06 measures it on **your** documents with **your** model. Where an
+# approximation is out of place, `reuse="prefix"` reuses exact prefixes only, and `result.report.exact` always says
+# which of the two you got.
 #
-# **Next**: 02 keeps the store over a restart · 03 what is exact and what is not · 04 LangChain · 05 LlamaIndex ·
-# 06 measure it yourself.
+# **Next**: 02 keeps the store over a restart · 03 what is exact and what is not · 04 LangChain · 05 LlamaIndex · 06
+# measure it yourself.
 
 # %%
 engine.close()

@@ -93,7 +93,8 @@ after = before.new_tensor(told["logprobs"])
 print("largest difference of a log-probability between the two processes:", (after - before).abs().max().item())
 
 # %% [markdown]
-# All chunks hit, and the numbers agree between the processes: a block that went to disk and came back is the same block.
+# All chunks hit, and the numbers agree between the processes: a block that went to disk and came back is the same
+# block.
 #
 # ## A document changes
 #
@@ -136,8 +137,8 @@ result = engine.generate(prompt, max_new_tokens=24, stop=["\n", ". "])
 result
 
 # %% [markdown]
-# No crash and no wrong answer: the chunks are misses, with the reason, and were simply prefilled. After the answer they
-# were stored anew, so the next request hits again:
+# No crash and no wrong answer: the chunks are misses, with the reason, and were simply prefilled. After the answer
+# they were stored anew, so the next request hits again:
 
 # %%
 engine.forget()

@@ -2,7 +2,8 @@
 # # What is exact, and what is approximate
 #
 # Reusing a chunk's keys and values behind other text than it was computed after is an approximation. This notebook
-# shows how large the error is, token by token, on two prompts, and how it is traded against the time to the first token.
+# shows how large the error is, token by token, on two prompts, and how it is traded against the time to the first
+# token.
 #
 # The yardstick is always a **full prefill over the same tokens** (`repair=Repair.full()`): the engine gets the answer
 # that full prefill gives and tells how probable each of its tokens is when blocks are reused. Two measures:
@@ -52,7 +53,8 @@ engine = KVBoost.from_pretrained("smollm2", store="memory")
 #
 # 1. the plain model, `reuse="off"`;
 # 2. full repair: chunks are found, and all of their tokens are recomputed;
-# 3. a block computed after **your own head** (`warm(..., head=...)`), for a chunk that stands straight after that head;
+# 3. a block computed after **your own head** (`warm(..., head=...)`), for a chunk that stands straight after that
+#    head;
 # 4. an exact prefix: the second turn of a conversation, on top of the first.
 
 # %%
@@ -79,8 +81,8 @@ for name, (reference, s) in rows.items():
     print(f"{name:24} {r.forwarded_tokens:9.0f} {r.prompt_tokens:4}  {kl(reference, s).max():10.1e}  {r.exact}")
 
 # %% [markdown]
-# What remains is rounding. Note that the report knows: `exact` is true where the answer's keys and values equal those of
-# a full prefill. Where only that will do, `reuse="prefix"` never uses anything else.
+# What remains is rounding. Note that the report knows: `exact` is true where the answer's keys and values equal those
+# of a full prefill. Where only that will do, `reuse="prefix"` never uses anything else.
 #
 # ## The approximate part
 #
@@ -140,12 +142,13 @@ axes[0].set_ylabel("|Δ log p|")
 axes[1].set_ylabel("KL, nats")
 axes[1].set_xticks(range(len(ids)), tokens, rotation=60, ha="right")
 axes[0].legend(ncols=4, fontsize=8)
-figure.suptitle("What reuse changes, at each token of full prefill's answer", fontsize=10);
+figure.suptitle("What reuse changes, at each token of full prefill's answer", fontsize=10
+plt.show()
 
 # %% [markdown]
-# The error is not spread evenly. It sits on the few tokens at which the answer is *decided*: a name, a number, where a
-# sentence turns. Tokens that merely complete a word or follow the grammar hardly move. That is also why an average over
-# tokens can look harmless while the one token that matters has changed, and why it pays to look at answers.
+# The error is not spread evenly. It sits on the few tokens at which the answer is *decided*: a name, a number, where
+# a sentence turns. Tokens that merely complete a word or follow the grammar hardly move. That is also why an average
+# over tokens can look harmless while the one token that matters has changed, and why it pays to look at answers.
 #
 # ## The dial
 #
@@ -172,7 +175,8 @@ for ax, values, title in zip(
     ax.plot(shares, values, "o-", color="#4c78a8")
     ax.set(title=title, xlabel="share of the context recomputed", ylim=(0, None))
 axes[0].axhline(full_ttft, color="#bbbbbb", ls="--", label="full prefill")
-axes[0].legend(fontsize=8);
+axes[0].legend(fontsize=8
+plt.show()
 
 # %%
 print(f"{'share':>5} {'forwarded':>9} {'TTFT':>7} {'mean KL':>8}")
@@ -180,10 +184,10 @@ for row in zip(shares, forwarded, ttft, divergence, strict=True):
     print("{:5.0%} {:9.0%} {:6.2f}s {:8.4f}".format(*row))
 
 # %% [markdown]
-# The first few percent buy most of the fidelity; from there on it goes slowly, down to nothing but rounding at 100 %, at
-# which point choosing has become pure overhead: the forwarded share is above one, since the pass that scores the tokens is
-# counted too. The named policies sit at the useful end: `balanced` adds the first eight tokens of each chunk to the 10 % that
-# the question looks at, `faithful` takes sixteen and 25 %.
+# The first few percent buy most of the fidelity; from there on it goes slowly, down to nothing but rounding at 100 %,
+# at which point choosing has become pure overhead: the forwarded share is above one, since the pass that scores the
+# tokens is counted too. The named policies sit at the useful end: `balanced` adds the first eight tokens of each
+# chunk to the 10 % that the question looks at, `faithful` takes sixteen and 25 %.
 #
 # Two prompts and a model of 135M parameters make a picture, not a benchmark. Larger models and other documents behave
 # differently; notebook 06 runs the same measurement on yours.

@@ -1,13 +1,13 @@
 # %% [markdown]
 # # Measure it on your own documents
 #
-# How far can you trust answers with reuse, and how much faster are they? That depends on your model, your documents, how
-# you split them and your questions. So measure it: this notebook answers each question twice, with reuse and by full
-# prefill over the same tokens, and compares.
+# How far can you trust answers with reuse, and how much faster are they? That depends on your model, your documents,
+# how you split them and your questions. So measure it: this notebook answers each question twice, with reuse and by
+# full prefill over the same tokens, and compares.
 #
-# **Change the next cell** to your documents, your model and your questions, and run all. As it stands it takes the small
-# town guide and a model of 135M parameters. Ten questions or more make the figures worth something; four, as here,
-# only show how it is done.
+# **Change the next cell** to your documents, your model and your questions, and run all. As it stands it takes the
+# small town guide and a model of 135M parameters. Ten questions or more make the figures worth something; four, as
+# here, only show how it is done.
 
 # %%
 DOCUMENTS = ["../benchmarks/demo_docs"]  # files and folders: text, Markdown, HTML, PDF, .jsonl with ready chunks
@@ -52,23 +52,23 @@ items = [item(question) for question in QUESTIONS]
 print(f"{len(chunks)} chunks, {len(items)} questions")
 
 # %% [markdown]
-# Put your own retriever and your own prompt into `item`: what is measured should be what you send. The texts in `chunks`
-# have to stand in the prompt as they are.
+# Put your own retriever and your own prompt into `item`: what is measured should be what you send. The texts in
+# `chunks` have to stand in the prompt as they are.
 #
 # ## One policy
 #
 # `verify` warms what is missing, then answers each question both ways. *Agreement* is the share of answer tokens for
-# which reuse would have chosen the same token; *KL* is how far the distribution over the next token moves, in nats; a star
-# marks an answer that reads differently.
+# which reuse would have chosen the same token; *KL* is how far the distribution over the next token moves, in nats; a
+# star marks an answer that reads differently.
 
 # %%
 balanced = verify(engine, items, policy="balanced", max_new_tokens=ANSWER_TOKENS)
 print(balanced.table())
 
 # %% [markdown]
-# The verdict compares two figures with thresholds, `max_kl` and `min_agreement`, that you can set. An answer that reads
-# differently is not always a worse one, so read the pairs above: with a model as small as this one, the answer of full
-# prefill is quite often the wrong one of the two.
+# The verdict compares two figures with thresholds, `max_kl` and `min_agreement`, that you can set. An answer that
+# reads differently is not always a worse one, so read the pairs above: with a model as small as this one, the answer
+# of full prefill is quite often the wrong one of the two.
 #
 # ## Where the answers differ
 #
@@ -78,7 +78,7 @@ print(balanced.table())
 # %%
 def picture(report):
     width = max(len(i.tokens) for i in report.items)
-    figure, ax = plt.subplots(figsize=(10, 0.55 * len(report.items) + 0.8))
+    _, ax = plt.subplots(figsize=(10, 0.55 * len(report.items) + 0.8))
     for row, check in enumerate(report.items):
         for column, token in enumerate(check.tokens):
             shade = min(1.0, token.kl**0.5)
@@ -90,6 +90,7 @@ def picture(report):
     ax.set_yticklabels([i.question[:28] + "…" for i in report.items], fontsize=8)
     ax.set_title(f"repair={report.policy}: full prefill's answers, coloured by KL", fontsize=10)
     ax.grid(False)
+    plt.show()
 
 
 picture(balanced)
@@ -119,15 +120,18 @@ axes[0].set_title("time to first token (median), s", fontsize=10)
 for r, colour in zip(reports, ["#e66a6a", "#fdae6b"], strict=True):
     axes[1].scatter([i.agreement for i in r.items], [i.kl for i in r.items], label=r.policy, color=colour, s=50)
 axes[1].set(title="each question", xlabel="agreement", ylabel="KL, nats")
-axes[1].legend(fontsize=8);
+axes[1].legend(fontsize=8
+plt.show()
 
 # %% [markdown]
 # ## What to do with the result
 #
 # * **Close enough**: use `balanced`, or `fast` if that is close enough as well.
-# * **Not close enough**: `repair="faithful"`; larger chunks (fewer seams); or `reuse="prefix"`, which is always exact.
-# * **Hardly faster**: look at the forwarded share. If it is high, chunks are missed, since they don't stand verbatim in
-#   the prompt; `print(engine.generate(items[0]["messages"], max_new_tokens=1).report.table())` says which, and why.
+# * **Not close enough**: `repair="faithful"`; larger chunks (fewer seams); or `reuse="prefix"`, which is always
+#   exact.
+# * **Hardly faster**: look at the forwarded share. If it is high, chunks are missed, since they don't stand verbatim
+#   in the prompt; `print(engine.generate(items[0]["messages"], max_new_tokens=1).report.table())` says which, and
+#   why.
 #
 # The same from the command line, with a report page that can be passed on, and an exit status for a pipeline:
 #

@@ -22,7 +22,7 @@ from nbformat import NotebookNode
 FOLDER = Path(__file__).resolve().parent
 sys.path.insert(0, str(FOLDER))
 
-from convert import notebook, same_source  # noqa: E402
+from convert import notebook, same_source
 
 BUDGET_S = 60.0
 HANG_S = 600  # no single cell waits longer than this, however slow the machine
@@ -102,7 +102,7 @@ def check(name: str) -> list[str]:
     problems = []
     book = stored(name)
     if book is None or not same_source(book, fresh(name)):
-        problems.append(f"{name}: the stored notebook is not what {name}.py says; run: python notebooks/build.py {name}")
+        problems.append(f"{name}.ipynb is not what its source says; run: python notebooks/build.py {name}")
     try:
         _, seconds = execute(name)
     except CellExecutionError as error:

@@ -18,6 +18,7 @@ COMMANDS = {
     "ask": "kvboost_rag.cli.ask",
     "plan": "kvboost_rag.cli.plan",
     "store": "kvboost_rag.cli.store",
+    "verify": "kvboost_rag.cli.verify",
     "warmup": "kvboost_rag.cli.warmup",
 }
 
@@ -55,5 +56,6 @@ def main() -> None:
     \b
     kvboost-rag warmup docs/ --store ~/kv          compute and store every chunk once
     kvboost-rag ask "How do I …?" docs/ --store ~/kv   answer from the stored chunks
+    kvboost-rag verify questions.jsonl --store ~/kv    what reuse changes in the answers
     kvboost-rag store stats --store ~/kv           what is there
     """

@@ -140,7 +140,7 @@ class AnchorSync:
         return found
 
     def _merge(self, names: list[str]) -> None:
-        """Small batches into one. Another machine may do so too: then it is the same batch, or some records are twice."""
+        """Small batches into one. Another machine may do so too: it is the same batch then, or some are twice."""
         parts, merged = [np.zeros(0, dtype=RECORD)], []
         for first in range(0, len(names), _PAGE):
             page = names[first : first + _PAGE]

@@ -37,8 +37,8 @@ class ObjectMedium:
     ) -> None:
         try:
             import obstore
-            from obstore.exceptions import AlreadyExistsError, BaseError, NotFoundError
             from obstore import store as stores
+            from obstore.exceptions import AlreadyExistsError, BaseError, NotFoundError
         except ImportError as error:
             hint = "pip install 'kvboost-rag[s3]'"
             raise MissingExtraError(f"a store at {url.split('://')[0]}:// needs obstore: {error}", hint=hint) from None

@@ -46,7 +46,9 @@ def report_html(report: VerifyReport) -> str:
 
 def _item(item: ItemCheck) -> str:
     answer = "".join(_token(t) for t in item.tokens) or escape(item.full_text)
-    other = f'<div class=small>reuse says</div><div class=answer>{escape(item.reuse_text)}</div>' if item.changed else ""
+    other = (
+        f"<div class=small>reuse says</div><div class=answer>{escape(item.reuse_text)}</div>" if item.changed else ""
+    )
     warnings = "".join(f"<div class=small>{escape(w)}</div>" for w in item.warnings)
     return (
         f"<div class=item><b>{escape(item.question)}</b>"

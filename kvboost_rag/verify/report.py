@@ -105,8 +105,8 @@ class VerifyReport:
         else:
             first = (
                 f"{'Reuse stays close to full prefill' if self.ok else 'Reuse is too far from full prefill'}: "
-                f"{changed} of {n} answers read differently, {self.agreement:.0%} of answer tokens are the same choice, "
-                f"mean KL {self.kl:.4f} (limit {self.max_kl:g})."
+                f"{changed} of {n} answers read differently, {self.agreement:.0%} of answer tokens are the same "
+                f"choice, mean KL {self.kl:.4f} (limit {self.max_kl:g})."
             )
         return first if self.ok else first + ' Try repair="faithful", larger chunks, or reuse="prefix" (exact).'
 

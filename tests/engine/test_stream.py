@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvboost_rag import CancelToken, KVBoost, UsageError, errors
+from kvboost_rag import CancelToken, KVBoost, errors
 from tests.engine.helpers import DOCS, POLICIES, chat, make_engine, spy
 
 PROMPTS: list[Any] = [chat(), chat(DOCS[1:3]), "A plain text. " + DOCS[0], [40, 41, 42, 43], chat([DOCS[3]])]
@@ -105,7 +105,7 @@ def test_threads_do_not_disturb_each_other(engine: KVBoost) -> None:
 
 
 def test_a_batch_is_checked_before_its_first_prompt_runs(engine: KVBoost) -> None:
-    with spy(engine) as rows, pytest.raises(UsageError):
+    with spy(engine) as rows, pytest.raises(errors.UsageError):
         engine.generate_batch([PROMPTS[0], ""], max_new_tokens=3)
     assert rows.calls == []
     assert engine.generate_batch([], max_new_tokens=3) == []

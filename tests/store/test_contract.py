@@ -13,7 +13,7 @@ import torch
 from kvboost_rag.errors import UsageError
 from kvboost_rag.kv.block import Block
 from kvboost_rag.kv.codec import encode_block
-from kvboost_rag.store import REASONS, BlockStore, DiskStore, MemoryStore, Miss, NullStore, TieredStore
+from kvboost_rag.store import REASONS, BlockStore, DiskStore, MemoryStore, Miss, NullStore, RemoteStore, TieredStore, open_store
 from tests.store.blocks import make_block, same
 
 Make = Callable[[int], BlockStore]  # from a limit in bytes of what is stored
@@ -33,9 +33,27 @@ def make(request: pytest.FixtureRequest, tmp_path: Path) -> Make:
     return MAKERS[request.param](tmp_path / "store")
 
 
-@pytest.fixture
-def store(make: Make) -> Iterator[BlockStore]:
-    with make(1 << 20) as store:
+# Servers have no limit of ours; the tests that need one run on MAKERS alone.
+REMOTE: dict[str, Callable[[str, Path], BlockStore]] = {
+    "remote": lambda url, folder: open_store(url, memory_bytes=0),
+    "memory, remote": lambda url, folder: open_store(url),
+    "memory, disk, remote written back": lambda url, folder: open_store(f"{url}{_and(url)}write=back", local=folder),
+}
+SERVERS = {"redis": [*REMOTE], "s3": ["remote"], "file": ["remote"]}
+
+
+def _and(url: str) -> str:
+    return "&" if "?" in url else "?"
+
+
+@pytest.fixture(params=[*MAKERS, *(f"{kind}:{server}" for server, kinds in SERVERS.items() for kind in kinds)])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[BlockStore]:
+    kind, _, server = request.param.partition(":")
+    if server:
+        opened = REMOTE[kind](request.getfixturevalue(f"{server}_url"), tmp_path / "store")
+    else:
+        opened = MAKERS[kind](tmp_path / "store")(1 << 20)
+    with opened as store:
         yield store
 
 

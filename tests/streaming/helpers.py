@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,8 @@ def load_streamed(path: Path, budget: Budget, backend: VirtualBackend | None = N
 
 
 def streamed_engine(path: Path, budget: Budget, backend: VirtualBackend | None = None, **options: Any) -> KVBoost:
-    """The engine, through the public facade; ``held`` is counted into the budget as it would be anyway."""
+    """The engine, through the public facade. What chunks are computed after takes one token of the tiny budget."""
+    budget = replace(budget, context=CONTEXT - 1, held_tokens=1)
     options = {"store": "memory", "filler_tokens": 48, **options}
     return KVBoost.from_pretrained(path, device="cpu", vram=budget, backend=backend or VirtualBackend(), **options)
 

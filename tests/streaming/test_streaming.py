@@ -110,8 +110,7 @@ def test_memory_of_the_host_is_the_streamed_layers_once(tmp_path: Path, monkeypa
     plan = model.kvboost_plan
     everything = plan.weights.total + plan.slots * plan.slot_bytes
     assert plan.host_bytes > 8 * plan.slot_bytes
-    assert everything * 0.9 < memory.peak + plan.streamed_bytes  # the host's mapping is not torch's
-    assert memory.peak + plan.streamed_bytes < everything + plan.slot_bytes
+    assert everything * 0.9 < memory.peak < everything + plan.slot_bytes
 
 
 # --- tables on the host -------------------------------------------------------------------------------------
@@ -161,7 +160,7 @@ def test_reuse_and_repair(family: str, kind: str, tmp_path: Path) -> None:
     if kind == "plain":
         save_tiny(tmp_path, family)
     # Two slots for three layers: the circle closes in the middle.
-    engine = streamed_engine(tmp_path, budget_for(tmp_path, 1, held_tokens=1), VirtualBackend(order="random"))
+    engine = streamed_engine(tmp_path, budget_for(tmp_path, 1), VirtualBackend(order="random"))
     dense = KVBoost(oracle, engine.tokenizer, store="memory", filler_tokens=48)
     for e in (engine, dense):
         e.warm(DOCS)

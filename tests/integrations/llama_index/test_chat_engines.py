@@ -57,17 +57,11 @@ def _chat(engine: Any, message: str, streaming: bool) -> str:
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("name", list(ENGINES))
 def test_two_turns(
-    name: str, is_async: bool, streaming: bool, make_llm: Any, counter: TokenCountingHandler, reports: list[Any]
+    name: str, is_async: bool, streaming: bool, llm: KVBoostLLM, counter: TokenCountingHandler, reports: list[Any]
 ) -> None:
-    from llama_index.core.callbacks import CallbackManager
-
     make, has_nodes, calls = ENGINES[name]
-    llm = make_llm(callback_manager=CallbackManager([counter]), max_tokens=4)
-    llm.set_global_tokenizer()
     retriever = ListRetriever(make_nodes())
     engine = make(retriever, llm)
-    if hasattr(engine, "callback_manager"):
-        engine.callback_manager = CallbackManager([counter])
     if is_async:
         answers = asyncio.run(_two_turns(engine, retriever, streaming))
     else:
