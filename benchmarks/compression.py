@@ -84,10 +84,11 @@ def main() -> None:
     parser.add_argument("--n", type=int, default=20)
     parser.add_argument("--repair", default="fast,balanced")
     parser.add_argument("--split", default="held")
+    parser.add_argument("--chunks", type=int, default=None, help="passages per item; default: all")
     args = parser.parse_args()
     policies = args.repair.split(",")
     by_kind = engines(args.model)
-    data = load_set(args.set, by_kind["none"].adapter.tokenizer, n=args.n, split=args.split)
+    data = load_set(args.set, by_kind["none"].adapter.tokenizer, n=args.n, split=args.split, chunks=args.chunks)
     results = []
     with torch.inference_mode():
         for number, item in enumerate(data.items, 1):
@@ -97,7 +98,14 @@ def main() -> None:
             print_rows(rows, len(results))
             write_result(
                 f"compression_{args.set}",
-                {"environment": environment(), "model": args.model, "split": args.split, "n": len(results), "rows": rows},
+                {
+                    "environment": environment(),
+                    "model": args.model,
+                    "split": args.split,
+                    "chunks": args.chunks,
+                    "n": len(results),
+                    "rows": rows,
+                },
             )
 
 

@@ -142,7 +142,7 @@ axes[0].set_ylabel("|Δ log p|")
 axes[1].set_ylabel("KL, nats")
 axes[1].set_xticks(range(len(ids)), tokens, rotation=60, ha="right")
 axes[0].legend(ncols=4, fontsize=8)
-figure.suptitle("What reuse changes, at each token of full prefill's answer", fontsize=10
+figure.suptitle("What reuse changes, at each token of full prefill's answer", fontsize=10)
 plt.show()
 
 # %% [markdown]
@@ -156,16 +156,12 @@ plt.show()
 # glue and question are forwarded, to 1, where everything is, it is a dial between time and fidelity.
 
 # %%
+pairs = list(zip(prompts, references, strict=True))
 shares = [0, 0.05, 0.1, 0.2, 0.4, 0.7, 1.0]
-dial = [
-    [score(engine, p, ref.token_ids, repair=Repair.attention(share)) for p, ref in zip(prompts, references, strict=True)]
-    for share in shares
-]
+dial = [[score(engine, p, ref.token_ids, repair=Repair.attention(share)) for p, ref in pairs] for share in shares]
 forwarded = [sum(s.report.forwarded_tokens for s in row) / sum(s.report.prompt_tokens for s in row) for row in dial]
 ttft = [sum(s.report.ttft_s for s in row) / len(row) for row in dial]
-divergence = [
-    sum(float(kl(ref, s).mean()) for ref, s in zip(references, row, strict=True)) / len(row) for row in dial
-]
+divergence = [sum(float(kl(ref, s).mean()) for ref, s in zip(references, row, strict=True)) / len(row) for row in dial]
 full_ttft = sum(ref.report.ttft_s for ref in references) / len(references)
 
 figure, axes = plt.subplots(1, 3, figsize=(10, 3))
@@ -175,7 +171,7 @@ for ax, values, title in zip(
     ax.plot(shares, values, "o-", color="#4c78a8")
     ax.set(title=title, xlabel="share of the context recomputed", ylim=(0, None))
 axes[0].axhline(full_ttft, color="#bbbbbb", ls="--", label="full prefill")
-axes[0].legend(fontsize=8
+axes[0].legend(fontsize=8)
 plt.show()
 
 # %%

@@ -75,6 +75,7 @@ print(balanced.table())
 # Each cell is one token of full prefill's answer, the redder the larger its KL. A frame marks the places where reuse
 # would have chosen another token.
 
+
 # %%
 def picture(report):
     width = max(len(i.tokens) for i in report.items)
@@ -120,7 +121,7 @@ axes[0].set_title("time to first token (median), s", fontsize=10)
 for r, colour in zip(reports, ["#e66a6a", "#fdae6b"], strict=True):
     axes[1].scatter([i.agreement for i in r.items], [i.kl for i in r.items], label=r.policy, color=colour, s=50)
 axes[1].set(title="each question", xlabel="agreement", ylabel="KL, nats")
-axes[1].legend(fontsize=8
+axes[1].legend(fontsize=8)
 plt.show()
 
 # %% [markdown]

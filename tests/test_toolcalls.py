@@ -67,7 +67,9 @@ def test_no_arguments_are_empty_ones() -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.sampled_from([f"Yes.\n<tool_call>{CALL}</tool_call>", "a < b <tool> c", CALL, "  {x", "plain", "1 <"]), st.data())
+@given(
+    st.sampled_from([f"Yes.\n<tool_call>{CALL}</tool_call>", "a < b <tool> c", CALL, "  {x", "plain", "1 <"]), st.data()
+)
 def test_a_streamed_answer_shows_all_but_the_call(text: str, data: st.DataObject) -> None:
     cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=8)))
     held_back = CallFilter()

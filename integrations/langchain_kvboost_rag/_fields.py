@@ -151,7 +151,7 @@ class KVBoostFields(BaseModel):
         repair = self.repair.label if isinstance(self.repair, Repair) else self.repair
         named = ("model", "revision", "temperature", "max_tokens", "top_p", "top_k", "repetition_penalty", "seed")
         out: dict[str, Any] = {name: getattr(self, name) for name in named}
-        out |= {"dtype": str(self.dtype), "stop": self.stop_sequences, "reuse": self.reuse, "repair": repair}
+        out |= {"dtype": str(self.dtype), "stop_sequences": self.stop_sequences, "reuse": self.reuse, "repair": repair}
         out["engine_options"] = {k: v for k, v in sorted(self.engine_options.items()) if isinstance(v, (str, int))}
         out["template_kwargs"] = dict(sorted(self.template_kwargs.items()))
         return out

@@ -95,12 +95,11 @@ def _cause(text: str, content: str) -> str | None:
         return None
     forms = {"repr": repr(text)[1:-1], "html": html.escape(text)}
     for cause, form in forms.items():
-        if form != text and form[: _HEAD * 4] in content:
+        changed = _common(text, form)  # where the two forms part: a piece around it tells them apart
+        if form != text and form[max(0, changed - _HEAD) : changed + _HEAD // 2] in content:
             return cause
     if text[:_HEAD] in content:
-        # The start is there as it is: either it goes on differently (an escaped line break), or it ends early.
-        at = content.index(text[:_HEAD]) + _common(text, content[content.index(text[:_HEAD]) :])
-        return "repr" if content[at : at + 1] == "\\" else "cut"
+        return "cut"
     if " ".join(text.split())[: _HEAD * 2] in " ".join(content.split()):
         return "space"
     return None

@@ -81,10 +81,11 @@ def canonical_context(
 def _build(adapter: ModelAdapter, tokens: SpanTokenizer, filler: str, filler_tokens: int) -> tuple[int, ...]:
     head_text = canonical_head_text(adapter.tokenizer)
     head = tokens.leading(head_text) + tokens.literal(head_text, first=True)
-    if not head:  # no template and no BOS: a bare start token, if there is one
+    most = int(adapter.max_tokens * MAX_WINDOW_SHARE)
+    if not head or len(head) > most:  # no template, or a tiny window: a bare start token, if there is one
         start = adapter.tokenizer.bos_token_id
         head = () if start is None else (int(start),)
-    room = max(0, int(adapter.max_tokens * MAX_WINDOW_SHARE) - len(head))
+    room = max(0, most - len(head))
     prose = tokens.plain(filler) if filler_tokens else ()
     while prose and len(prose) < filler_tokens:
         prose += prose

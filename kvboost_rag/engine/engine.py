@@ -90,10 +90,13 @@ class Engine:
         return {"fingerprint": self.adapter.fingerprint.digest, "salt": self.salt, "policy": repair.recipe}
 
     def _from_ids(self, request: Request) -> Prompt:
-        ids = tuple(int(i) for i in request.prompt)  # type: ignore[arg-type]
+        ids = self._checked([int(i) for i in request.prompt])  # type: ignore[arg-type]
+        return Prompt("", (Segment("glue", "", tuple(ids), 0),))
+
+    def _checked(self, ids: list[int]) -> list[int]:
         if min(ids) < 0 or max(ids) >= self.adapter.spec.vocab_size:
             raise UsageError(f"token ids must be from 0 to {self.adapter.spec.vocab_size - 1}")
-        return Prompt("", (Segment("glue", "", ids, 0),))
+        return ids
 
     def _exact_prefix(self, prompt: Prompt, request: Request) -> PrefixHit | None:
         """The longest exact held prefix, cut back to a chunk's start where it would end inside one."""
@@ -163,6 +166,7 @@ class Engine:
         ids = list(self.tokens.plain(continuation)) if isinstance(continuation, str) else list(continuation)
         if not ids:
             raise EmptyPromptError("the continuation is empty")
+        self._checked(ids)
         report = Report(reuse=request.reuse, repair=request.repair.label if request.reuse == "chunks" else "none")
         prompt, prepared, step = self._prepare(request, report, len(ids))
         report.ttft_s = perf_counter() - started

@@ -35,6 +35,7 @@ class Abilities:
     system: bool  # a system message in front
     late_system: bool  # further system messages
     repeats: bool  # the same role twice in a row
+    answer_first: bool  # a conversation that the assistant begins
     tool_calls: bool  # assistant messages with ``tool_calls``
     tool_role: bool  # tool messages after such a call
     tools: bool  # the ``tools=`` list
@@ -73,6 +74,7 @@ def _probe(tokenizer: Any) -> Abilities:
         system=can([system, user], "probe-system"),
         late_system=can([system, user, answer, late, user], "probe-late"),
         repeats=can([user, {**user, "content": "probe-second"}, answer, answer, user], "probe-second"),
+        answer_first=can([answer, user], "probe-answer"),
         tool_calls=can([user, call, answer, user], "probe_tool"),
         tool_role=can([user, call, result], "probe-result"),
         tools=can([user], "probe_tool", tools=[_TOOL]),
@@ -84,9 +86,9 @@ def fit_messages(
 ) -> tuple[list[dict[str, Any]], list[Any]]:
     """``(messages, tools)`` as this model's chat template takes them.
 
-    A missing system role goes into the first user message; repeated roles are joined by an empty line where the
-    template wants alternation; tools, calls and results that the template does not know are written out as text. Every
-    content stays verbatim inside the message it ends up in.
+    A missing system role goes into the first user message; an assistant who may not speak first is greeted; repeated
+    roles are joined by an empty line where the template wants alternation; tools, calls and results that the template
+    does not know are written out as text. Every content stays verbatim inside the message it ends up in.
 
     Raises:
         TokenizerError: no chat template. UsageError: not a list of messages.
@@ -103,6 +105,8 @@ def fit_messages(
         out = _system_first(out)
     if not can.system:
         out = _system_into_user(out)
+    if not can.answer_first:
+        out = _user_first(out)
     if not can.repeats:
         out = _joined(out)
     return out, native
@@ -148,6 +152,14 @@ def _system_into_user(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     if rest and rest[0]["role"] == "user":
         return [{**rest[0], "content": _join(text, rest[0]["content"])}, *rest[1:]]
     return [{"role": "user", "content": text}, *rest]
+
+
+def _user_first(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A greeting in front of an assistant who speaks first."""
+    at = next((i for i, m in enumerate(messages) if m["role"] != "system"), None)
+    if at is None or messages[at]["role"] != "assistant":
+        return messages
+    return [*messages[:at], {"role": "user", "content": "Hello."}, *messages[at:]]
 
 
 def _joined(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

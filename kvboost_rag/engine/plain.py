@@ -21,11 +21,15 @@ def plain_prefill(adapter: ModelAdapter, prompt: Prompt, report: Report) -> tupl
     report.prompt_tokens = prompt.num_tokens
     report.forwarded_tokens = float(prompt.num_tokens)
     held: dict[str, Any] = {"cache": cache}
+    said = list(prompt.token_ids)
 
     def step(token_id: int, position: int) -> torch.Tensor:
-        next_logits, held["cache"] = adapter.plain_forward(
-            torch.tensor([token_id], device=device), held["cache"], position
-        )
+        said.append(token_id)
+        if position == adapter.support.rope_switch:  # from here on another rotary table: everything anew
+            next_logits, held["cache"] = adapter.plain_forward(torch.tensor(said, device=device), None, 0)
+        else:
+            one = torch.tensor([token_id], device=device)
+            next_logits, held["cache"] = adapter.plain_forward(one, held["cache"], position)
         return next_logits
 
     prepared = Prepared(prompt, adapter.new_cache(0), logits, prompt.num_tokens, plain_cache=cache)

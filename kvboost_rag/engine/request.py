@@ -95,7 +95,7 @@ def check_prompt(prompt: Any) -> PromptInput:
 
 def is_token_ids(prompt: PromptInput) -> bool:
     """Whether a checked prompt is a list of token ids."""
-    return not isinstance(prompt, str) and isinstance(prompt[0], int)
+    return not isinstance(prompt, str) and isinstance(prompt[0], int) and not isinstance(prompt[0], bool)
 
 
 def _positive(name: str, value: Any) -> int:

@@ -62,7 +62,7 @@ class ModelAdapter:
     """Runs a causal language model for the engine and counts every row that it runs.
 
     Raises:
-        UnsupportedModelError: (from :meth:`require_reuse`) reuse is not proved for this architecture.
+        UnsupportedModelError: not a decoder-only model; (from :meth:`require_reuse`) reuse is not proved for it.
     """
 
     def __init__(self, model: Any, tokenizer: Any, *, name: str = "") -> None:
@@ -71,6 +71,8 @@ class ModelAdapter:
         self.name = name or str(getattr(model.config, "_name_or_path", "") or type(model).__name__)
         self.spec = _spec(model)
         self.support: Support = check_support(model.config)
+        if not self.support.plain:
+            raise UnsupportedModelError(f"{self.name} cannot be used: {self.support.reason}", hint=self.support.way_out)
         self.own_attention = str(getattr(model.config, "_attn_implementation", "") or "sdpa")
         self.rows_forwarded = 0.0  # rows x share of layers, since loading
         self.lock = threading.RLock()  # one forward at a time

@@ -15,16 +15,24 @@ PROVED_ROPE = ("default", "linear", "llama3", "yarn")
 
 @dataclass(frozen=True, slots=True)
 class Support:
-    """The verdict on a model. ``limit`` bounds prompt + output tokens for reuse (None: the window does)."""
+    """The verdict on a model. ``limit`` bounds prompt + output tokens for reuse (None: the window does).
+
+    ``plain``: whether the plain way (``reuse="off"``) works. ``rope_switch``: the length beyond which the model's rotary
+    table is another one, so that KV computed before is void (longrope).
+    """
 
     ok: bool
     reason: str = ""
     limit: int | None = None
     limit_reason: str = ""
+    plain: bool = True
+    rope_switch: int | None = None
 
     @property
     def way_out(self) -> str:
         """What a refused user can do."""
+        if not self.plain:
+            return "load a decoder-only (causal) model"
         return 'use reuse="off" (plain prefill with the model\'s own attention and cache)'
 
 
@@ -62,7 +70,7 @@ def _window(config: Any) -> int | None:
 def check_support(config: Any) -> Support:
     """Judge a model by its config."""
     if getattr(config, "is_encoder_decoder", False):
-        return _refuse("encoder-decoder models have no single causal KV cache")
+        return Support(ok=False, reason="encoder-decoder models have no single causal KV cache", plain=False)
     special = _special_layers(config)
     if special:
         return _refuse(special)
@@ -71,13 +79,15 @@ def check_support(config: Any) -> Support:
     rope = rope_parameters(config)
     kind = rope.get("rope_type", "default")
     limits: list[tuple[int, str]] = []
+    switch: int | None = None
     if kind == "longrope":
         original = rope.get("original_max_position_embeddings") or getattr(
             config, "original_max_position_embeddings", None
         )
         if not original:
             return _refuse("longrope without its original length")
-        limits.append((int(original), "longrope switches its table beyond its original length"))
+        switch = int(original)
+        limits.append((switch, "longrope switches its table beyond its original length"))
     elif kind not in PROVED_ROPE:
         return _refuse(f"rope type {kind!r} depends on the sequence length or is not proved")
     window = _window(config)
@@ -85,5 +95,5 @@ def check_support(config: Any) -> Support:
         limits.append((window, "sliding-window attention drops keys beyond its window"))
     if limits:
         limit, why = min(limits)
-        return Support(ok=True, limit=limit, limit_reason=why)
+        return Support(ok=True, limit=limit, limit_reason=why, rope_switch=switch)
     return Support(ok=True)

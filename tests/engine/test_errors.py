@@ -81,7 +81,9 @@ def test_what_is_no_prompt(engine: KVBoost, prompt: Any) -> None:
 def test_wrong_values(engine: KVBoost, options: dict[str, Any]) -> None:
     with pytest.raises(errors.UsageError) as caught:
         engine.generate("x", **options)
-    assert next(iter(options)) in str(caught.value) or "repair policy" in str(caught.value) or "reuse" in str(caught.value)
+    assert (
+        next(iter(options)) in str(caught.value) or "repair policy" in str(caught.value) or "reuse" in str(caught.value)
+    )
 
 
 @pytest.mark.parametrize(
@@ -96,7 +98,9 @@ def test_wrong_repairs(values: dict[str, Any]) -> None:
 
 def test_options_that_are_none_mean_the_default(engine: KVBoost) -> None:
     nothing = dict.fromkeys(("temperature", "top_p", "stop", "seed", "chunks", "tools", "cancel", "repair"))
-    assert engine.generate("x", max_new_tokens=3, **nothing).token_ids == engine.generate("x", max_new_tokens=3).token_ids
+    assert (
+        engine.generate("x", max_new_tokens=3, **nothing).token_ids == engine.generate("x", max_new_tokens=3).token_ids
+    )
 
 
 @pytest.mark.parametrize("ids", [[-1], [5, 10**6], [1, 2, 523]])
@@ -153,7 +157,7 @@ def test_warm_wants_several_texts(engine: KVBoost) -> None:
 
 REASONS = {
     "gemma2": "gemma2", "gemma3": "gemma3", "dynamic": "dynamic", "deepseek_v3": "MLA", "falcon": "ALiBi",
-    "bloom": "ALiBi", "mamba": "mamba", "t5": "encoder-decoder",
+    "bloom": "ALiBi", "mamba": "linear_attention", "t5": "encoder-decoder",
 }  # fmt: skip
 PLAIN = [f for f in REASONS if f != "t5"]
 

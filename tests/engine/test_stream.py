@@ -49,7 +49,9 @@ async def reached(gate: Gate) -> None:
         await asyncio.sleep(0.001)
 
 
-@pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "seed": 3}, {"reuse": "off"}, {"repair": "fast"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"temperature": 1.0, "seed": 3}, {"reuse": "off"}, {"repair": "fast"}], ids=str
+)
 def test_one_text_by_every_road(engine: KVBoost, options: dict[str, Any]) -> None:
     options = {"max_new_tokens": N, **options}
     expected = [engine.generate(p, **options) for p in PROMPTS]

@@ -13,7 +13,16 @@ import torch
 from kvboost_rag.errors import UsageError
 from kvboost_rag.kv.block import Block
 from kvboost_rag.kv.codec import encode_block
-from kvboost_rag.store import REASONS, BlockStore, DiskStore, MemoryStore, Miss, NullStore, RemoteStore, TieredStore, open_store
+from kvboost_rag.store import (
+    REASONS,
+    BlockStore,
+    DiskStore,
+    MemoryStore,
+    Miss,
+    NullStore,
+    TieredStore,
+    open_store,
+)
 from tests.store.blocks import make_block, same
 
 Make = Callable[[int], BlockStore]  # from a limit in bytes of what is stored
@@ -37,13 +46,9 @@ def make(request: pytest.FixtureRequest, tmp_path: Path) -> Make:
 REMOTE: dict[str, Callable[[str, Path], BlockStore]] = {
     "remote": lambda url, folder: open_store(url, memory_bytes=0),
     "memory, remote": lambda url, folder: open_store(url),
-    "memory, disk, remote written back": lambda url, folder: open_store(f"{url}{_and(url)}write=back", local=folder),
+    "memory, disk, remote": lambda url, folder: open_store(url, local=folder),
 }
 SERVERS = {"redis": [*REMOTE], "s3": ["remote"], "file": ["remote"]}
-
-
-def _and(url: str) -> str:
-    return "&" if "?" in url else "?"
 
 
 @pytest.fixture(params=[*MAKERS, *(f"{kind}:{server}" for server, kinds in SERVERS.items() for kind in kinds)])

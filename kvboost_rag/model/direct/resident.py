@@ -22,16 +22,17 @@ def load_resident(
     device: torch.device,
     revision: str | None = None,
     trust_remote_code: bool = False,
+    files: CheckpointFiles | None = None,
 ) -> Any:
     """The model of a plain or AWQ checkpoint, ready on ``device``.
 
     Peak memory is the model plus one staging buffer of 16 MiB. Dense weights are cast to ``dtype``; packed ones and
-    their scales stay as they are.
+    their scales stay as they are. ``files`` replaces what would be found at ``source``.
 
     Raises:
         CheckpointError: damaged, incomplete, or of another format. CapacityError: it does not fit the device.
     """
-    files = CheckpointFiles(local_folder(source, revision=revision))
+    files = files or CheckpointFiles(local_folder(source, revision=revision))
     skeleton = build_skeleton(config, files, dtype, trust_remote_code=trust_remote_code)
     try:
         with torch.inference_mode(False), torch.no_grad():

@@ -62,14 +62,16 @@ def load_streamed(
     backend: Backend,
     revision: str | None = None,
     trust_remote_code: bool = False,
+    files: CheckpointFiles | None = None,
 ) -> Any:
     """The model, its streamed layers in host memory. ``model.kvboost_plan`` tells what lies where.
+    ``files`` replaces what would be found at ``source``.
 
     Raises:
         CheckpointError: damaged, incomplete, or of another format.
         CapacityError: the budget or host memory is too small; both are told before any weight is read.
     """
-    files = CheckpointFiles(local_folder(source, revision=revision))
+    files = files or CheckpointFiles(local_folder(source, revision=revision))
     skeleton = build_skeleton(config, files, dtype, trust_remote_code=trust_remote_code)
     plan = make_plan(measure(skeleton, str(source)), budget)
     _check_device(plan, backend)

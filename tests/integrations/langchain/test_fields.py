@@ -62,7 +62,9 @@ def test_every_way_to_copy_shares_one_load(kind: Any, folder: Path, loads: list[
 
 
 def test_objects_rebuilt_for_every_call_do_not_load_again(folder: Path, loads: list[str]) -> None:
-    llm = by_name(folder).configurable_fields(temperature=ConfigurableField(id="t"), store=ConfigurableField(id="store"))
+    llm = by_name(folder).configurable_fields(
+        temperature=ConfigurableField(id="t"), store=ConfigurableField(id="store")
+    )
     for t in (0.0, 0.5):
         llm.with_config(configurable={"t": t}).invoke("hi")
     assert len(loads) == 1

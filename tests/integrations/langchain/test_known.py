@@ -14,8 +14,8 @@ from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.retrievers import BaseRetriever
 from langchain_core.runnables import Runnable, RunnablePassthrough
 from langchain_core.stores import InMemoryStore
-from langchain_text_splitters import RecursiveCharacterTextSplitter
 from langchain_tests.integration_tests import RetrieversIntegrationTests
+from langchain_text_splitters import RecursiveCharacterTextSplitter
 
 from kvboost_rag.errors import UsageError
 from langchain_kvboost_rag import (
@@ -132,6 +132,7 @@ def test_the_compressor_passes_documents_through(llm: ChatKVBoost, retriever: BM
 def test_the_callback_registers_in_every_way_to_run(llm: ChatKVBoost, engine: ScriptedKVBoost, retriever: Any) -> None:
     plain = chain(retriever, llm)
     assert outcome(plain.invoke(QUESTION)) == (0, 0)  # nobody told, nothing known
+    engine.forget()
     with register_retrieved(llm) as seen:
         assert outcome(plain.invoke(QUESTION)) == (0, 2)
         assert outcome(asyncio.run(plain.ainvoke(QUESTION))) == (2, 0)
@@ -187,11 +188,11 @@ JOINS: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("name", JOINS)
-def test_one_warning_names_the_cause_and_the_fix(
-    name: str, llm: ChatKVBoost, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_one_warning_names_the_cause_and_the_fix(name: str, llm: ChatKVBoost, caplog: pytest.LogCaptureFixture) -> None:
     join, words = JOINS[name]
-    odd = [Document(f"{d.page_content}\nIt's the town's \"best\" & only one, they say." + "\n<end>") for d in documents()]
+    odd = [
+        Document(f"{d.page_content}\nIt's the town's \"best\" & only one, they say." + "\n<end>") for d in documents()
+    ]
     retriever = BM25Retriever.from_documents(odd, k=2)
     with caplog.at_level(logging.WARNING, "langchain_kvboost_rag"), register_retrieved(llm):
         for _ in range(3):

@@ -64,7 +64,9 @@ def test_every_kind_of_message_and_block() -> None:
     ChatKVBoost(engine=engine).invoke(
         [
             SystemMessage("be short"),
-            HumanMessage(["one", {"type": "text", "text": "two"}, {"type": "text-plain", "text": "three", "title": "T"}]),
+            HumanMessage(
+                ["one", {"type": "text", "text": "two"}, {"type": "text-plain", "text": "three", "title": "T"}]
+            ),
             v1,
             ChatMessage(role="human", content="four"),
             AIMessage([{"type": "text", "text": "five"}, {"type": "tool_use", "name": "f", "input": {}, "id": "1"}]),
@@ -181,7 +183,9 @@ def test_document_blocks_are_chunks(content: list[Any]) -> None:
     assert (second["hits"], second["misses"]) == (2, 0)
 
 
-@pytest.mark.parametrize("artifact", [Document(CHUNK), [Document(CHUNK)], {"docs": [Document(CHUNK)]}, (Document(CHUNK),)])
+@pytest.mark.parametrize(
+    "artifact", [Document(CHUNK), [Document(CHUNK)], {"docs": [Document(CHUNK)]}, (Document(CHUNK),)]
+)
 def test_documents_of_an_artifact_are_chunks(artifact: Any) -> None:
     messages = [
         HumanMessage("q"),

@@ -29,9 +29,7 @@ from tests.integrations.langchain.scripted import scripted_engine
 Ask = Callable[[BaseLanguageModel, BaseRetriever], Any]
 # Glue and the question are a third of such short prompts (three paragraphs); repair adds at most 15 %.
 FORWARDED = 0.6
-PROMPT = ChatPromptTemplate.from_messages(
-    [("system", "Answer from the context.\n\n{context}"), ("human", "{input}")]
-)
+PROMPT = ChatPromptTemplate.from_messages([("system", "Answer from the context.\n\n{context}"), ("human", "{input}")])
 
 
 class Reports(BaseCallbackHandler):

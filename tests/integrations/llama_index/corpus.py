@@ -14,7 +14,7 @@ from pydantic import PrivateAttr
 PASSAGES = [
     "The ferry to the island of Marrow leaves at seven in the morning and at four in the afternoon.\n"
     "It carries sixty people and no cars; bicycles are free of charge.",
-    "The old mill of Tannet was built in 1731 by two brothers, and it's \"still\" turning today.\n\n"
+    'The old mill of Tannet was built in 1731 by two brothers, and it\'s "still" turning today.\n\n'
     "Visitors may grind their own corn there on Saturdays between ten and noon.",
     "Marrow's only school has nine pupils. Its teacher, Mrs Odile Brandt, also runs the weather station & the library,\n"
     "which stands beside the harbour wall and opens on Thursdays.",

@@ -107,15 +107,11 @@ def test_own_synthesizer(is_async: bool, streaming: bool, llm: KVBoostLLM, repor
 
 @pytest.mark.parametrize("is_async", [False, True])
 def test_own_synthesizer_cuts_no_node_when_the_window_is_small(
-    is_async: bool, make_llm: Any, reports: list[Any], recwarn: pytest.WarningsRecorder
+    is_async: bool, llm: KVBoostLLM, reports: list[Any], recwarn: pytest.WarningsRecorder
 ) -> None:
-    llm = make_llm()
-    whole = llm.count_tokens("\n\n".join(PASSAGES))
-    llm.context_window = 4096
     synthesizer = KVBoostSynthesizer(llm=llm)
-    frame = 4096 - 6 - 32  # what is left without the templates
-    room = whole // 2 + 100
-    llm.context_window = 4096 - (frame - synthesizer_frame(synthesizer, llm) - room)
+    half = llm.count_tokens("\n\n".join(PASSAGES)) // 2 + 100
+    llm.context_window = synthesizer_frame(synthesizer, llm) + half + llm.max_tokens
     both_orders({"response_synthesizer": synthesizer}, is_async, False)
     assert len(reports) == 4, "two calls per question: a first answer and a refined one"
     assert sum(r.misses for r in reports[:2]) == sum(r.hits for r in reports[2:]) == len(PASSAGES)

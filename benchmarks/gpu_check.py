@@ -1,0 +1,350 @@
+"""Everything that needs a CUDA device, in one call under nine minutes: tests, kernels, streaming, time to first token.
+
+    python benchmarks/gpu_check.py            (or: make gpu-check)
+    python benchmarks/gpu_check.py --smoke    the same code over toy shapes on the CPU's stand-in device
+
+Nothing is downloaded: models are random weights in real shapes. Writes ``results/gpu_check.json``. A part that fails
+is an entry with its error; parts that would not fit into the time are left out and named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+from common import environment, pool_of_chunks, spread, write_result
+from transformers import Qwen2Config
+
+from kvboost_rag import KVBoost
+from kvboost_rag.model.awq.linear import matmul, matmul_torch
+from kvboost_rag.model.direct.files import CheckpointFiles, TensorRef
+from kvboost_rag.model.direct.resident import load_resident
+from kvboost_rag.model.streaming.load import choose_backend, load_streamed, resolve_budget
+from kvboost_rag.model.streaming.virtual import VirtualBackend
+from kvboost_rag.plan import SHAPES, Budget
+
+LIMIT_S = 540
+GIB = 1 << 30
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm"}
+TOY = {
+    "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 6, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 1024, "head_dim": 64,
+}  # fmt: skip
+
+
+class Machine:
+    """The device under test: CUDA, or the stand-in with toy shapes."""
+
+    def __init__(self, smoke: bool) -> None:
+        self.smoke = smoke
+        self.device = torch.device("cpu" if smoke else "cuda")
+        self.dtype = torch.float32 if smoke else torch.float16
+
+    def config(self, shape: str, awq: bool = False) -> Qwen2Config:
+        values = dict(TOY if self.smoke else SHAPES[shape])
+        values.pop("model_type", None)
+        config = Qwen2Config(**values, max_position_embeddings=65536, tie_word_embeddings=False)
+        if awq:
+            config.quantization_config = dict(AWQ)
+        return config
+
+    def sync(self) -> None:
+        if not self.smoke:
+            torch.cuda.synchronize()
+
+    def seconds(self, call: Callable[[], Any], repeat: int = 5) -> float:
+        """Median time of a call, with the device idle before and after."""
+        call()
+        times = []
+        for _ in range(repeat):
+            self.sync()
+            started = time.perf_counter()
+            call()
+            self.sync()
+            times.append(time.perf_counter() - started)
+        return sorted(times)[repeat // 2]
+
+
+class RandomFiles(CheckpointFiles):
+    """A checkpoint of random weights in the shapes of ``config``; no file is written or read."""
+
+    def __init__(self, config: Qwen2Config) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self.folder = Path(tempfile.mkdtemp(prefix="kvboost-random-"))
+        self.refs = {}
+        plain = Qwen2Config(**{k: v for k, v in config.to_dict().items() if k != "quantization_config"})
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(plain)
+        packed = getattr(config, "quantization_config", None)
+        for name, p in model.named_parameters():
+            if packed and name.endswith("proj.weight"):
+                outputs, inputs = p.shape
+                groups, stem = inputs // AWQ["group_size"], name.removesuffix("weight")
+                self._add(f"{stem}qweight", torch.int32, (inputs, outputs // 8))
+                self._add(f"{stem}qzeros", torch.int32, (groups, outputs // 8))
+                self._add(f"{stem}scales", torch.float16, (groups, outputs))
+            else:
+                self._add(name, torch.float16, tuple(p.shape))
+        self._noise = torch.randint(0, 256, (32 << 20,), dtype=torch.uint8)
+
+    def _add(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+        self.refs[name] = TensorRef(self.folder, dtype, shape, 0, torch.Size(shape).numel() * dtype.itemsize)
+
+    def read_into(self, name: str, target: torch.Tensor) -> None:
+        flat = target.detach().view(-1)
+        if target.dtype == torch.int32:
+            raw = flat.view(torch.uint8)
+            for a in range(0, raw.numel(), self._noise.numel()):
+                raw[a : a + self._noise.numel()].copy_(self._noise[: raw.numel() - a])
+        elif name.endswith("scales"):
+            flat.fill_(0.002)
+        elif "norm" in name:
+            flat.fill_(1.0)
+        elif target.is_cuda:
+            flat.normal_(0, 0.02)
+        else:
+            noise = torch.randn(1 << 20, dtype=torch.float32).mul_(0.02).to(flat.dtype)
+            for a in range(0, flat.numel(), noise.numel()):
+                flat[a : a + noise.numel()].copy_(noise[: flat.numel() - a])
+
+
+# --- parts --------------------------------------------------------------------------------------------------
+
+
+def tests(machine: Machine) -> dict[str, Any]:
+    """Every test that is marked ``gpu``."""
+    if machine.smoke:
+        return {"skipped": "smoke"}
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "tests"]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=150, check=False)
+    return {"ok": run.returncode == 0, "tail": run.stdout[-3000:]}
+
+
+def kernels(machine: Machine) -> dict[str, Any]:
+    """The packed product: error against fp32, and time, from one row to a prefill's."""
+    inputs, outputs = (256, 512) if machine.smoke else (5120, 27648)
+    device = machine.device
+    qweight = torch.randint(-(2**31), 2**31 - 1, (inputs, outputs // 8), dtype=torch.int32, device=device)
+    qzeros = torch.randint(-(2**31), 2**31 - 1, (inputs // 128, outputs // 8), dtype=torch.int32, device=device)
+    scales = torch.rand(inputs // 128, outputs, device=device).mul_(0.01).half()
+    nbytes = sum(t.numel() * t.element_size() for t in (qweight, qzeros, scales))
+    rows_out = []
+    for rows in (1, 4, 16, 64, 256, 1024):
+        x = torch.randn(rows, inputs, device=device, dtype=machine.dtype)
+        exact = matmul_torch(x.float(), qweight, qzeros, scales)
+        error = (matmul(x, qweight, qzeros, scales).float() - exact).abs().max() / exact.abs().max()
+        seconds = machine.seconds(lambda x=x: matmul(x, qweight, qzeros, scales))
+        plain = machine.seconds(lambda x=x: matmul_torch(x, qweight, qzeros, scales), 3)
+        rows_out.append({
+            "rows": rows, "relative_error": float(error), "seconds": seconds, "torch_seconds": plain,
+            "packed_gb_per_s": nbytes / seconds / 1e9,
+        })  # fmt: skip
+    return {"shape": [inputs, outputs], "rows": rows_out}
+
+
+def streaming(machine: Machine) -> dict[str, Any]:
+    """A 32B-shaped AWQ model under an enforced cap: tokens/s against the bound that the measured bus gives, and time
+    to first token with and without chunk reuse."""
+    config = machine.config("qwen2.5-32b", awq=True)
+    if machine.smoke:
+        backend: Any = VirtualBackend()
+        budget = Budget(vram=4 << 20, context=256, reserve=0, workspace=0, held_tokens=64)
+    else:
+        backend = choose_backend(machine.device, None)
+        budget = resolve_budget(Budget(vram=8 * GIB, held_tokens=664), backend)
+        torch.cuda.set_per_process_memory_fraction(
+            (8 * GIB - budget.reserve) / torch.cuda.get_device_properties(0).total_memory
+        )
+    started = time.perf_counter()
+    files = RandomFiles(config)
+    model = load_streamed(files.folder, config, dtype=machine.dtype, budget=budget, backend=backend, files=files)
+    loaded = time.perf_counter() - started
+    streamer = model.kvboost_streamer
+    source = streamer.slab.blocks[0][: model.kvboost_plan.slot_bytes]
+    probe_s = backend.measure(torch.empty_like(source, device=machine.device), source)
+    result = _decode(machine, model)
+    rate = source.numel() / probe_s if probe_s else None
+    bound = model.kvboost_plan.tokens_per_s(rate) if rate else None
+    result |= {
+        "load_s": loaded, "plan": model.kvboost_plan.as_dict(), "probe_gb_per_s": rate / 1e9 if rate else None,
+        "bound_tokens_per_s": bound, "share_of_bound": result["tokens_per_s"] / bound if bound else None,
+        "ttft": _ttft(machine, model, chunks=2 if machine.smoke else 8, tokens=32 if machine.smoke else 256, queries=2),
+        "streamer": streamer.stats.as_dict(),
+    }  # fmt: skip
+    if not machine.smoke:
+        result["peak_device_bytes"] = torch.cuda.max_memory_allocated()
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    return result
+
+
+def _decode(machine: Machine, model: Any, steps: int = 12) -> dict[str, Any]:
+    engine = KVBoost(model, _tokenizer(), store=None, reuse="off", prefix_bytes=0)
+    times: list[float] = []
+    stream = engine.stream(
+        "The river passes under seven bridges.", max_new_tokens=steps + 3, logits_processors=[_count]
+    )
+    _count.times = times
+    for _ in stream:
+        pass
+    steady = [b - a for a, b in zip(times[2:], times[3:], strict=False)]
+    return {"tokens_per_s": 1 / spread(steady)["median"], "seconds_per_token": spread(steady)}
+
+
+class _Count:
+    """A logits processor that notes when each token's logits are there, and never lets the answer end."""
+
+    times: list[float]
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        float(scores[0, 0])  # the device has come this far
+        self.times.append(time.perf_counter())
+        forced = torch.full_like(scores, float("-inf"))
+        forced[:, 100] = 0.0
+        return forced
+
+
+_count = _Count()
+
+
+def _tokenizer() -> Any:
+    from tests.tiny_tokenizers import tiny_tokenizer
+
+    return tiny_tokenizer()
+
+
+def _ttft(machine: Machine, model: Any, *, chunks: int, tokens: int, queries: int) -> dict[str, Any]:
+    """Time to first token over ``chunks`` warm chunks in changing order, against a full prefill and against the floor
+    (the whole context already in place: only the question is forwarded)."""
+    tok = _tokenizer()
+    engine = KVBoost(model, tok, store="memory", prefix_bytes=0)
+    floor = KVBoost(model, tok, store=None, reuse="prefix", prefix_bytes=1 << 36)
+    pool = pool_of_chunks(
+        lambda t: tok(t, add_special_tokens=False).input_ids, lambda i: tok.decode(i, skip_special_tokens=False),
+        chunks, tokens,
+    )  # fmt: skip
+    engine.warm(pool)
+    rows: dict[str, list[float]] = {}
+    forwarded: dict[str, float] = {}
+    for query in range(queries):
+        context = "\n\n".join(pool[query:] + pool[:query])
+        prompt = f"{context}\n\nQuestion {query}: which river?"
+        floor.generate(f"{context}\n\nSomething else.", max_new_tokens=1)
+        for name, run in {
+            "full": lambda p=prompt: engine.generate(p, max_new_tokens=1, reuse="off"),
+            "fast": lambda p=prompt: engine.generate(p, max_new_tokens=1, repair="fast"),
+            "balanced": lambda p=prompt: engine.generate(p, max_new_tokens=1),
+            "floor": lambda p=prompt: floor.generate(p, max_new_tokens=1),
+        }.items():
+            report = run().report
+            rows.setdefault(name, []).append(report.ttft_s)
+            forwarded[name] = report.forwarded_tokens
+        floor.forget()
+    times = {name: spread(values) for name, values in rows.items()}
+    return {"context_tokens": chunks * tokens, "ttft_s": times, "forwarded_tokens": forwarded}
+
+
+def reuse(machine: Machine) -> dict[str, Any]:
+    """Time to first token on 7B-shaped resident weights, 4k to 32k tokens."""
+    config = machine.config("qwen2.5-7b")
+    files = RandomFiles(config)
+    dtype = machine.dtype if machine.smoke else torch.bfloat16
+    model = load_resident(files.folder, config, dtype=dtype, device=machine.device, files=files)
+    sizes = ((2, 32),) if machine.smoke else ((8, 512), (16, 512), (32, 512), (64, 512))
+    return {"rows": [_ttft(machine, model, chunks=c, tokens=n, queries=3) for c, n in sizes]}
+
+
+def attention(machine: Machine) -> dict[str, Any]:
+    """Causal attention as an operation by itself: eager, and torch's SDPA with each of its kernels."""
+    import torch.nn.functional as F
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    rows = []
+    for n in (256,) if machine.smoke else (2048, 8192, 16384):
+        q, k, v = (torch.randn(1, 8, n, 128, device=machine.device, dtype=machine.dtype) for _ in range(3))
+
+        def eager(q: Any = q, k: Any = k, v: Any = v, n: int = n) -> Any:
+            scores = (q @ k.transpose(-1, -2)) * 128**-0.5
+            hidden = torch.ones(n, n, dtype=torch.bool, device=q.device).triu_(1)
+            return scores.masked_fill(hidden, float("-inf")).softmax(-1) @ v
+
+        def sdpa(kernel: Any, q: Any = q, k: Any = k, v: Any = v) -> Any:
+            with sdpa_kernel(kernel):
+                return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+        calls = {"eager": eager, "flash": lambda: sdpa(SDPBackend.FLASH_ATTENTION)}
+        if not machine.smoke:
+            calls["efficient"] = lambda: sdpa(SDPBackend.EFFICIENT_ATTENTION)
+        row: dict[str, Any] = {"tokens": n, "heads": 8}
+        for name, call in calls.items():
+            row[name] = {"seconds": machine.seconds(call), "peak_bytes": _peak(machine, call)}
+        rows.append(row)
+    return {"rows": rows}
+
+
+def _peak(machine: Machine, call: Callable[[], Any]) -> int | None:
+    if machine.smoke:
+        return None
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    torch.cuda.synchronize()
+    return int(torch.cuda.max_memory_allocated() - before)
+
+
+# (part, seconds it may need)
+PARTS: tuple[tuple[Callable[[Machine], dict[str, Any]], int], ...] = (
+    (tests, 150), (kernels, 40), (streaming, 180), (reuse, 120), (attention, 20),
+)  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--smoke", action="store_true", help="toy shapes on the CPU; no figure means anything")
+    parser.add_argument("--only", nargs="*", help="names of parts")
+    args = parser.parse_args()
+    if not args.smoke and not torch.cuda.is_available():
+        print("no CUDA device: nothing to check (--smoke runs the script itself over toy shapes)", file=sys.stderr)
+        return 0
+    machine, started = Machine(args.smoke), time.perf_counter()
+    result: dict[str, Any] = {"environment": environment(), "smoke": args.smoke, "paged_kv": "not built"}
+    for part, needs in PARTS:
+        name = part.__name__
+        if args.only and name not in args.only:
+            continue
+        begun = time.perf_counter()
+        if begun - started + needs > LIMIT_S and name != "attention":
+            result[name] = {"left_out": f"{LIMIT_S - (begun - started):.0f} s were left, it may need {needs}"}
+            continue
+        print(f"{name} …", file=sys.stderr, flush=True)
+        try:
+            result[name] = part(machine)
+        except Exception as e:
+            result[name] = {"error": f"{type(e).__name__}: {e}", "trace": traceback.format_exc()[-2000:]}
+        result[name]["seconds_taken"] = time.perf_counter() - begun
+        gc.collect()
+        if not args.smoke:
+            torch.cuda.empty_cache()
+        path = write_result("gpu_check_smoke" if args.smoke else "gpu_check", result)
+    failed = [k for k, v in result.items() if isinstance(v, dict) and ("error" in v or v.get("ok") is False)]
+    print(f"written to {path}; failed: {', '.join(failed) or 'none'}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
