@@ -68,7 +68,7 @@ def summary(results: list[dict[str, dict[str, float]]], policies: list[str]) -> 
     """Means with 95 % bootstrap intervals over items, and the paired difference to exact blocks."""
     rows: dict[str, Any] = {}
     for name in results[0]:
-        kind, policy = name.split("/")
+        policy = name.split("/")[1]
         rows[name] = {m: bootstrap([r[name][m] for r in results]) for m in results[0][name]}
         for m in ("kl_greedy", "kl_gold"):
             mine, exact = ([r[n][m] for r in results] for n in (name, f"none/{policy}"))

@@ -49,16 +49,15 @@ engine = KVBoost.from_pretrained("smollm2", store="memory")
 # %% [markdown]
 # ## The exact part
 #
-# Four ways to get an answer's probabilities that must all agree up to rounding:
+# These ways to get an answer's probabilities must all agree with the plain model, `reuse="off"`, up to rounding:
 #
-# 1. the plain model, `reuse="off"`;
-# 2. full repair: chunks are found, and all of their tokens are recomputed;
-# 3. a block computed after **your own head** (`warm(..., head=...)`), for a chunk that stands straight after that
+# 1. full repair: chunks are found, and all of their tokens are recomputed;
+# 2. a block computed after **your own head** (`warm(..., head=...)`), for a chunk that stands straight after that
 #    head;
-# 4. an exact prefix: the second turn of a conversation, on top of the first.
+# 3. an exact prefix: the second turn of a conversation, on top of the first.
 
 # %%
-question, answer = "How heavy is the bell of the Aurora?", "The bell weighs 87 kilograms."
+question, answer = "Who is the captain of the Petrel?", "The captain of the Petrel is Maria Lund."
 [best] = retrieve(question, 1)
 prompt = messages([best], question)
 engine.warm([best], head=SYSTEM)
@@ -70,7 +69,7 @@ rows = {
 }
 engine.forget()
 first = engine.generate(prompt, reuse="prefix", max_new_tokens=16)
-turn = [{"role": "assistant", "content": first.text}, {"role": "user", "content": "How deep was it found?"}]
+turn = [{"role": "assistant", "content": first.text}, {"role": "user", "content": "And what was her name?"}]
 second = prompt + turn
 held = engine.score(second, answer, logits=True, reuse="prefix")
 rows["second turn of a chat"] = (score(engine, second, answer, reuse="off"), held)
@@ -92,9 +91,12 @@ for name, (reference, s) in rows.items():
 # instead, because a token at the very start of a text is treated by the model in a way that fits nowhere else.
 
 # %%
-questions = ["Who was the last keeper of the lighthouse and how long did he serve?", question]
-prompts = [messages(retrieve(q, 4), q) for q in questions]
-needed = sorted({text for q in questions for text in retrieve(q, 4)})
+questions = [
+    "Who was the last keeper of the lighthouse and how long did he serve?",
+    "How heavy is the bell of the Aurora?",
+]
+prompts = [messages(retrieve(q, 5), q) for q in questions]
+needed = sorted({text for q in questions for text in retrieve(q, 5)})
 engine.warm(needed)
 
 references = []
@@ -106,7 +108,7 @@ for p in prompts:
 
 # %%
 naive = KVBoost(engine.model, engine.tokenizer, store="memory", alone=True)
-naive.warm(retrieve(questions[0], 4))
+naive.warm(retrieve(questions[0], 5))
 
 p, reference = prompts[0], references[0]
 ids = reference.token_ids
@@ -157,7 +159,7 @@ plt.show()
 
 # %%
 pairs = list(zip(prompts, references, strict=True))
-shares = [0, 0.05, 0.1, 0.2, 0.4, 0.7, 1.0]
+shares = [0, 0.05, 0.1, 0.2, 0.5, 1.0]
 dial = [[score(engine, p, ref.token_ids, repair=Repair.attention(share)) for p, ref in pairs] for share in shares]
 forwarded = [sum(s.report.forwarded_tokens for s in row) / sum(s.report.prompt_tokens for s in row) for row in dial]
 ttft = [sum(s.report.ttft_s for s in row) / len(row) for row in dial]
@@ -180,10 +182,10 @@ for row in zip(shares, forwarded, ttft, divergence, strict=True):
     print("{:5.0%} {:9.0%} {:6.2f}s {:8.4f}".format(*row))
 
 # %% [markdown]
-# The first few percent buy most of the fidelity; from there on it goes slowly, down to nothing but rounding at 100 %,
-# at which point choosing has become pure overhead: the forwarded share is above one, since the pass that scores the
-# tokens is counted too. The named policies sit at the useful end: `balanced` adds the first eight tokens of each
-# chunk to the 10 % that the question looks at, `faithful` takes sixteen and 25 %.
+# The first five to ten percent take away more than half of the difference; the rest goes slowly, down to nothing but
+# rounding at 100 %. There, choosing has become pure overhead: the forwarded share is above one, since the pass that
+# scores the tokens is counted, too. The named policies sit at the useful end: `balanced` adds the first eight tokens
+# of each chunk to the 10 % that the question looks at, `faithful` takes sixteen and 25 %.
 #
 # Two prompts and a model of 135M parameters make a picture, not a benchmark. Larger models and other documents behave
 # differently; notebook 06 runs the same measurement on yours.

@@ -26,7 +26,6 @@ import matplotlib.pyplot as plt
 from rank_bm25 import BM25Plus
 
 from kvboost_rag import Corpus, KVBoost, SplitOptions
-from kvboost_rag.verify import verify
 
 plt.rcParams.update({"figure.dpi": 80, "figure.constrained_layout.use": True, "axes.grid": True, "grid.alpha": 0.3})
 
@@ -62,7 +61,7 @@ print(f"{len(chunks)} chunks, {len(items)} questions")
 # star marks an answer that reads differently.
 
 # %%
-balanced = verify(engine, items, policy="balanced", max_new_tokens=ANSWER_TOKENS)
+balanced = engine.verify(items, policy="balanced", max_new_tokens=ANSWER_TOKENS)
 print(balanced.table())
 
 # %% [markdown]
@@ -102,7 +101,7 @@ picture(balanced)
 # The same items without any repair, side by side with the first run:
 
 # %%
-fast = verify(engine, items, policy="fast", max_new_tokens=ANSWER_TOKENS)
+fast = engine.verify(items, policy="fast", max_new_tokens=ANSWER_TOKENS)
 reports = [fast, balanced]
 
 print(f"{'':9} {'faster':>7} {'forwarded':>9} {'mean KL':>8} {'agreement':>9} {'changed':>8}")

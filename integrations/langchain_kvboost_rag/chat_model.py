@@ -132,6 +132,14 @@ class ChatKVBoost(KVBoostFields, BaseChatModel):
             finally:
                 await pieces.aclose()  # type: ignore[attr-defined]
 
+    def _combine_llm_outputs(self, llm_outputs: list[dict[str, Any] | None]) -> dict[str, Any]:
+        known = [output for output in llm_outputs if output]  # an answer from the cache has none
+        usage: dict[str, int] = {}
+        for output in known:
+            for name, count in output["token_usage"].items():
+                usage[name] = usage.get(name, 0) + count
+        return {"token_usage": usage, "model_name": known[0]["model_name"] if known else self.model}
+
     # -- tools and structure -----------------------------------------------------------------------------------------
 
     def bind_tools(

@@ -155,7 +155,7 @@ class Engine:
         report.new_tokens = len(ids)
         self._hold(request, prepared, ids, report)
         with report.stage("store"):
-            report.stored_tokens = self._store_missed(prepared)
+            report.stored_tokens = 0 if request.cancel.cancelled else self._store_missed(prepared)
         report.total_s = perf_counter() - started
         yield Piece("", Result("".join(parts), ids, reason, report))
 

@@ -30,6 +30,7 @@ _BITS = {"int8": 8, "int4": 4}
 _GROUP = {"int8": 0, "int4": 32}  # values along the grouped axis that share a scale; 0: all of them
 _LINE = 64  # bytes; every part of a layer starts at a multiple of this
 _PIECE = 1 << 18  # values that are brought back at once
+_PACKED_AT_ONCE = 1 << 20
 
 
 def check_compression(name: str) -> str:
@@ -130,52 +131,51 @@ def pack(kv: torch.Tensor, compression: str) -> Packed | None:
     layers, _, heads, tokens, head_dim = kv.shape
     layout = layout_of(compression, heads, tokens, head_dim)
     data = torch.zeros(layers, layout.layer_bytes, dtype=torch.uint8)
-    for layer in range(layers):
-        for part, values in ((layout.key, kv[layer, 0]), (layout.value, kv[layer, 1])):
-            if not _pack_part(values.detach().cpu().float(), part, layout.bits, data[layer]):
+    step = max(1, _PACKED_AT_ONCE // (heads * tokens * head_dim))
+    for first in range(0, layers, step):
+        at = slice(first, min(first + step, layers))
+        for index, part in enumerate((layout.key, layout.value)):
+            values = kv[at, index].detach().to("cpu", torch.float32, copy=True)
+            if not _pack_part(values, part, layout.bits, data[at]):
                 return None
     return Packed(compression, data, kv.dtype, heads, tokens, head_dim)
 
 
 def _pack_part(values: torch.Tensor, part: Part, bits: int, data: torch.Tensor) -> bool:
-    """Write ``values`` (float32 ``[heads, tokens, head_dim]``) into one layer's bytes; False if they do not fit."""
-    most = (1 << bits) - 1
-    grouped = [_grouped(values, part, rest) for rest in (False, True)]
-    params, codes = [], []
-    for piece in grouped:
-        low, high = piece.amin(part.axis + 1, keepdim=True), piece.amax(part.axis + 1, keepdim=True)
-        if not (torch.isfinite(low).all() and torch.isfinite(high).all()):
-            return False
+    """Write ``values`` (float32 ``[layers, heads, tokens, head_dim]``, overwritten) into the layers' bytes; False if
+    they do not fit."""
+    axis, most = part.axis + 1, (1 << bits) - 1
+    zeros, scales = [], []
+    for piece in _cut(values, part):
+        low, high = piece.amin(axis + 1, keepdim=True), piece.amax(axis + 1, keepdim=True)
         zero = _half_at_most(low)
         scale = _half_at_least((high - zero.float()) / most)
         if not (torch.isfinite(zero).all() and torch.isfinite(scale).all()):
             return False
-        steps = ((piece - zero.float()) / scale.float()).round_().clamp_(0, most)
-        params.append(torch.stack([zero, scale]))
-        codes.append(_ungrouped(steps.to(torch.uint8), part))
-    flat = torch.cat(params, part.axis + 1).contiguous().view(torch.uint8).reshape(-1)
-    data[part.params_at : part.params_at + len(flat)] = flat
-    squeezed = _squeeze(torch.cat(codes, part.axis), bits)
-    data[part.codes_at : part.codes_at + len(squeezed)] = squeezed
+        piece.sub_(zero.float()).div_(scale.float()).round_().clamp_(0, most)
+        zeros.append(zero.squeeze(axis + 1))
+        scales.append(scale.squeeze(axis + 1))
+    params = torch.stack([torch.cat(zeros, axis), torch.cat(scales, axis)], 1)
+    for start, raw in (
+        (part.params_at, params.view(torch.uint8).flatten(1)),
+        (part.codes_at, _squeeze(values.to(torch.uint8), bits)),
+    ):
+        data[:, start : start + raw.shape[1]] = raw
     return True
 
 
-def _grouped(values: torch.Tensor, part: Part, rest: bool) -> torch.Tensor:
-    """``[heads, tokens, head_dim]`` with the grouped axis cut in two, (group, member): the whole groups, or the
-    shorter ``rest`` (which may be empty)."""
-    size = values.shape[part.axis]
+def _cut(values: torch.Tensor, part: Part) -> list[torch.Tensor]:
+    """Views of ``[layers, heads, tokens, head_dim]`` with the grouped axis as two, (group, member): the whole groups,
+    and the shorter one that may be left."""
+    axis, size = part.axis + 1, values.shape[part.axis + 1]
     whole = size // part.group
-    cut: torch.Tensor
-    if rest:
+    pieces = []
+    if whole:
+        pieces.append(values.narrow(axis, 0, whole * part.group).unflatten(axis, (whole, part.group)))
+    if whole < part.groups:
         left = size - whole * part.group
-        cut = values.narrow(part.axis, size - left, left).unflatten(part.axis, (1 if left else 0, left or 1))
-    else:
-        cut = values.narrow(part.axis, 0, whole * part.group).unflatten(part.axis, (whole, part.group))
-    return cut
-
-
-def _ungrouped(grouped: torch.Tensor, part: Part) -> torch.Tensor:
-    return grouped.flatten(part.axis, part.axis + 1)
+        pieces.append(values.narrow(axis, size - left, left).unflatten(axis, (1, left)))
+    return pieces
 
 
 def _half_at_most(x: torch.Tensor) -> torch.Tensor:
@@ -191,15 +191,15 @@ def _half_at_least(x: torch.Tensor) -> torch.Tensor:
 
 
 def _squeeze(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Codes ``[heads, tokens, head_dim]`` as bytes. Two 4-bit codes share a byte: a head's first half of codes lies in
-    the lower bits, its second half in the upper, so that both come back in one run."""
-    flat = codes.reshape(codes.shape[0], -1)
+    """Codes ``[layers, heads, tokens, head_dim]`` as ``[layers, bytes]``. Two 4-bit codes share a byte: a head's first
+    half of codes lies in the lower bits, its second half in the upper, so that both come back in one run."""
     if bits == 8:
-        return flat.reshape(-1)
-    half = -(-flat.shape[1] // 2)
-    low, high = flat[:, :half], torch.zeros(flat.shape[0], half, dtype=torch.uint8)
-    high[:, : flat.shape[1] - half] = flat[:, half:]
-    return (low | high << 4).reshape(-1)
+        return codes.flatten(1)
+    flat = codes.flatten(2)
+    half = -(-flat.shape[2] // 2)
+    both = flat[..., :half].clone()
+    both[..., : flat.shape[2] - half] |= flat[..., half:] << 4
+    return both.flatten(1)
 
 
 # -- back ----------------------------------------------------------------------------------------------------------

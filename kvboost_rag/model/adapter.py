@@ -114,7 +114,7 @@ class ModelAdapter:
             return RequestCache(torch.empty(shape, dtype=s.dtype, device=s.device))
         except torch.OutOfMemoryError as e:
             raise CapacityError(
-                f"KV of {capacity} tokens takes {capacity * s.bytes_per_token / 2**30:.2f} GiB, more than {s.device} has",
+                f"KV of {capacity} tokens takes {capacity * s.bytes_per_token / 2**30:.2f} GiB, {s.device} has less",
                 hint="a shorter prompt or fewer new tokens; with vram=, plan for a longer context",
             ) from e
 

@@ -46,10 +46,8 @@ def fingerprint_model(model: Any, tokenizer: Any) -> Fingerprint:
 def weights_digest(model: torch.nn.Module) -> str:
     """SHA-256 over a strided sample of every parameter and saved buffer (quantised layers keep their weights in
     buffers), by name order."""
-    saved = set(model.state_dict(keep_vars=True))
-    tensors = dict(model.named_parameters()) | {n: b for n, b in model.named_buffers() if n in saved}
     h = hashlib.sha256()
-    for name, parameter in sorted(tensors.items()):
+    for name, parameter in sorted(_weights(model).items()):
         h.update(f"{name}:{tuple(parameter.shape)}".encode())
         if parameter.device.type == "meta":  # offloaded by accelerate: shape and name only
             continue

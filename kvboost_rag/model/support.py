@@ -17,7 +17,7 @@ PROVED_ROPE = ("default", "linear", "llama3", "yarn")
 class Support:
     """The verdict on a model. ``limit`` bounds prompt + output tokens for reuse (None: the window does).
 
-    ``plain``: whether the plain way (``reuse="off"``) works. ``rope_switch``: the length beyond which the model's rotary
+    ``plain``: whether the plain way (``reuse="off"``) works. ``rope_switch``: the length beyond which the rotary
     table is another one, so that KV computed before is void (longrope).
     """
 

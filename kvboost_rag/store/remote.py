@@ -30,6 +30,7 @@ from kvboost_rag.store.remote_queue import Ticker, WriteQueue
 
 MAX_BLOCK_BYTES = 1 << 30
 REFRESH_S = 30.0
+_PAGE = 8  # blocks fetched with one request
 _ABSENT_S = 10.0  # how long contains() remembers that there is no block
 _ABSENT_KEYS = 4096
 _COUNTED = 10_000  # blocks that stats() counts at most
@@ -111,15 +112,31 @@ class RemoteStore(BlockStore):
                 found[key] = Miss("absent", "not a key")
         wanted = [key for key in dict.fromkeys(keys) if key not in found]
         if wanted:
-            names = [str(block_name(key)) for key in wanted]
-            try:
-                values = self.link.call(lambda: self.medium.read(names, self.max_block_bytes))
-                found |= {key: self._judge(key, value) for key, value in zip(wanted, values, strict=True)}
-            except Unavailable as error:
-                self._warn(error)
-                found |= dict.fromkeys(wanted, Miss("unavailable", str(error)))
+            found |= self._fetch(wanted)
         seconds = (time.perf_counter() - started) / max(1, len(keys))
         return [self._counters.result(found[key], seconds) for key in keys]
+
+    def _fetch(self, keys: list[str]) -> dict[str, Block | Miss]:
+        """Blocks from the server, a few at a time: those that arrive in time count, even if others do not."""
+        arrived: list[Value] = []
+        names = [str(block_name(key)) for key in keys]
+
+        def read() -> None:
+            for first in range(len(arrived), len(names), _PAGE):  # a second attempt goes on behind the first
+                arrived.extend(self.medium.read(names[first : first + _PAGE], self.max_block_bytes))
+
+        late: Miss | None = None
+        try:
+            self.link.call(read)
+        except Unavailable as error:
+            late = Miss("unavailable", str(error))
+            if arrived:
+                self.link.breaker.succeeded()  # slow, but it works
+            else:
+                self._warn(error)
+        values = list(arrived)
+        found = {key: self._judge(key, value) for key, value in zip(keys, values, strict=False)}
+        return found | {key: late or Miss("unavailable") for key in keys[len(values) :]}
 
     def _judge(self, key: str, value: Value) -> Block | Miss:
         if value is None:
@@ -163,7 +180,7 @@ class RemoteStore(BlockStore):
         return True
 
     def _is_there(self, key: str) -> bool:
-        if key in self._unreadable:
+        if key in self._unreadable or self._absent.get(key, 0.0) > time.monotonic():
             return False
         return (self._queue is not None and self._queue.get(key) is not None) or self._ask(key) is True
 

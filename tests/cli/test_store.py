@@ -11,6 +11,7 @@ from kvboost_rag.store.disk import DiskStore
 from kvboost_rag.store.memory import MemoryStore
 from kvboost_rag.warmup import warm
 from tests.cli.conftest import run
+from tests.store.blocks import make_block
 from tests.warmup.fakes import FakeEncoder, text_of
 
 
@@ -112,3 +113,14 @@ def test_a_real_folder_is_shown_checked_and_emptied(tmp_path: object) -> None:
     assert run("store", "check", "--store", folder, "--fix").exit_code == 1
     assert run("store", "check", "--store", folder).exit_code == 0
     assert json.loads(run("store", "clear", "--store", folder, "--yes", "--json").stdout) == {"dropped": 4}
+
+
+def test_delete_by_tag_and_prune_on_a_real_folder(tmp_path: Path) -> None:
+    with DiskStore(tmp_path) as store:
+        for i in range(4):
+            store.put(make_block(i, tags=("doc",) if i < 2 else ()))
+    at = ["--store", str(tmp_path), "--json"]
+    assert json.loads(run("store", "delete", "--tag", "doc", *at).stdout) == {"dropped": 2}
+    assert json.loads(run("store", "prune", "--max-bytes", "0", *at).stdout)["dropped"] == 2
+    assert json.loads(run("store", "stats", *at).stdout)["policy"] == "lru"
+    assert run("store", "delete", "--store", str(tmp_path)).exit_code == 2

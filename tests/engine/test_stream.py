@@ -134,6 +134,23 @@ def test_cancel_from_another_thread(engine: KVBoost) -> None:
     assert result.token_ids == full.token_ids, "what was said stays said"
 
 
+def test_nothing_is_computed_after_a_cancel(engine: KVBoost) -> None:
+    """The blocks of missed chunks are computed after the answer: nobody waits for that any more."""
+    cancel = CancelToken()
+    unknown = "A document that nobody knows yet, not even the store."
+    blocks = len(list(engine.store.keys()))
+    with spy(engine) as rows:
+        for piece in engine.stream(chat([unknown]), chunks=[unknown], max_new_tokens=50, cancel=cancel):
+            result = piece.result
+            if not cancel.cancelled:
+                cancel.cancel()
+                seen = len(rows.calls)
+    assert len(rows.calls) == seen
+    assert result is not None
+    assert (result.finish_reason, result.report.stored_tokens) == ("cancelled", 0)
+    assert len(list(engine.store.keys())) == blocks
+
+
 def test_cancelled_before_it_started(engine: KVBoost) -> None:
     cancel = CancelToken()
     cancel.cancel()

@@ -452,6 +452,29 @@ def test_stuck_calls_do_not_pile_up(shelf: Shelf) -> None:
         shelf.stuck.set()
 
 
+def test_what_arrives_in_time_counts_even_if_the_rest_does_not(shelf: Shelf) -> None:
+    blocks = [make_block(i) for i in range(30)]
+    with RemoteStore(shelf, link=Link(0.2, attempts=1)) as store:
+        for block in blocks:
+            store.put(block)
+        real, stuck, calls = shelf.read, threading.Event(), [0]
+
+        def slow(names: Sequence[str], limit: int) -> list[Any]:
+            calls[0] += 1
+            if calls[0] == 3:
+                stuck.wait(30)
+            return real(names, limit)
+
+        shelf.read = slow  # type: ignore[method-assign]
+        found = store.get_many([block.key for block in blocks])
+        stuck.set()
+        got = [isinstance(one, Block) for one in found]
+        assert 0 < sum(got) < 30
+        assert got == sorted(got, reverse=True)
+        assert {one.reason for one in found if isinstance(one, Miss)} == {"unavailable"}
+        assert same(store.get(blocks[-1].key), blocks[-1])  # the circuit is not open
+
+
 # -- write-back --------------------------------------------------------------------------------------------------------
 
 

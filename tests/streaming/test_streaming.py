@@ -59,11 +59,8 @@ def test_packed_weights(family: str, order: Any, tmp_path: Path) -> None:
     check_counters(model, resident=1)
 
 
-@pytest.mark.parametrize("slots", [2, 3, 4])
-@pytest.mark.parametrize("streamed", [2, 3, 4, 5, 7])
+@pytest.mark.parametrize(("streamed", "slots"), [(3, 2), (4, 2), (7, 2), (4, 3), (5, 3), (7, 3), (5, 4)])
 def test_any_number_of_layers_through_any_number_of_slots(streamed: int, slots: int, tmp_path: Path) -> None:
-    if streamed <= slots:
-        pytest.skip("as many slots as layers: they would be resident")
     save_tiny(tmp_path, "llama", num_hidden_layers=7)
     oracle = tiny_model("llama", num_hidden_layers=7)
     for seed in range(2):
@@ -183,12 +180,15 @@ def test_reuse_saves_passes_over_the_bus(tmp_path: Path) -> None:
     save_tiny(tmp_path)
     engine = streamed_engine(tmp_path, budget_for(tmp_path, 0))
     engine.warm(DOCS)
-    counts = {}
-    for name, options in {"off": {"reuse": "off"}, "fast": {"repair": "fast"}}.items():
+    options: dict[str, dict[str, Any]] = {
+        "off": {"reuse": "off"}, "fast": {"repair": "fast"}, "boundary": {"repair": Repair.boundary(8)}, "balanced": {},
+    }  # fmt: skip
+    passes = {}
+    for name, option in options.items():
         before = engine.model.kvboost_streamer.stats.layers_run
-        engine.generate(chat(), max_new_tokens=1, **options)
-        counts[name] = engine.model.kvboost_streamer.stats.layers_run - before
-    assert counts["fast"] == counts["off"] == 4
+        engine.generate(chat(), max_new_tokens=1, **option)
+        passes[name] = (engine.model.kvboost_streamer.stats.layers_run - before) / 4
+    assert passes == {"off": 1, "fast": 1, "boundary": 1, "balanced": 2}  # as docs/big-models.md says
 
 
 def test_blocks_of_a_resident_model_serve_a_streamed_one(tmp_path: Path) -> None:
@@ -219,8 +219,7 @@ def test_earlier_requests_hold_device_memory_only_when_asked(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("stop_at", range(6))
-def test_a_forward_left_early_at_any_layer(stop_at: int, order: Any, tmp_path: Path) -> None:
+def test_a_forward_left_early_at_any_layer(order: Any, tmp_path: Path) -> None:
     save_tiny(tmp_path, "llama", num_hidden_layers=6)
     oracle = tiny_model("llama", num_hidden_layers=6)
     model = load_streamed(tmp_path, budget_for(tmp_path, 1), VirtualBackend(order=order))
@@ -231,8 +230,8 @@ def test_a_forward_left_early_at_any_layer(stop_at: int, order: Any, tmp_path: P
     def stop(*args: Any) -> None:
         raise Stop
 
-    for place in ("mlp", "input_layernorm"):
-        handle = getattr(model.model.layers[stop_at], place).register_forward_pre_hook(stop)
+    for place in [layer.mlp for layer in model.model.layers] + [layer.input_layernorm for layer in model.model.layers]:
+        handle = place.register_forward_pre_hook(stop)
         for _ in range(2):
             with pytest.raises(Stop):
                 logits(model)
@@ -345,7 +344,7 @@ def test_vram_without_a_gpu(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="this is cpu"):
         KVBoost.from_pretrained(tmp_path, device="cpu", vram="8GiB", store=None)
     for wrong in ("lots", 0, "-3GiB"):
-        with pytest.raises(UsageError, match="size|no memory"):
+        with pytest.raises(UsageError, match=r"size|no memory"):
             load_model(tmp_path, device="cpu", vram=wrong, backend=VirtualBackend())
     with pytest.raises(UsageError, match="tells its memory"):
         load_model(tmp_path, device="cpu", vram="auto", backend=VirtualBackend())

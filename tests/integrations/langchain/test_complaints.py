@@ -158,9 +158,10 @@ def test_14_usage_is_there_once_in_every_form() -> None:
     chunks = list(llm.stream("x"))
     assert next(c.usage_metadata for c in chunks if c.usage_metadata)["input_tokens"] == whole["input_tokens"]
     assert sum(c.usage_metadata is not None for c in chunks) == 1
-    result = llm.generate([[HumanMessage("x")]])
+    result = llm.generate([[HumanMessage("x")], [HumanMessage("x")]])
     assert result.llm_output is not None
     assert result.llm_output["model_name"] == "scripted"
+    assert result.llm_output["token_usage"]["prompt_tokens"] == 2 * whole["input_tokens"]
 
 
 def test_15_structured_output_is_an_object_or_an_error_and_never_none() -> None:

@@ -15,7 +15,7 @@ from langchain_tests.unit_tests import ChatModelUnitTests
 from langchain_kvboost_rag import ChatKVBoost, warm_documents
 from tests.integrations.langchain.scripted import ScriptedKVBoost, last_text, scripted_engine
 
-JOKE = {"setup": "Why did the cat sit on the computer?", "punchline": "To keep an eye on the mouse."}
+JOKE = {"setup": "A cat?", "punchline": "The mouse."}  # short: each letter is a token here
 CALLS = {
     "magic_function_no_args": {},
     "magic_function": {"input": 3},

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from llama_index.llms.kvboost_rag import KVBoostLLM
 
     from kvboost_rag import KVBoost
-
     from kvboost_rag.model.load import LoadedModel
 
 

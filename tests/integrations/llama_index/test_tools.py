@@ -30,7 +30,14 @@ class Boat(BaseModel):
     fast: bool
 
 
-def pick_boat(boat: Boat, express: bool) -> str:
+class PickBoat(BaseModel):
+    """Pick a boat."""
+
+    boat: Boat
+    express: bool
+
+
+def pick_boat(boat: Any, express: bool) -> str:
     """Pick a boat."""
     return f"{boat}:{express}"
 
@@ -40,7 +47,7 @@ def next_tide(high: bool) -> str:
     return f"tide {high}"
 
 
-TOOLS = [FunctionTool.from_defaults(pick_boat), FunctionTool.from_defaults(next_tide)]
+TOOLS = [FunctionTool.from_defaults(pick_boat, fn_schema=PickBoat), FunctionTool.from_defaults(next_tide)]
 
 
 @pytest.fixture

@@ -1,0 +1,207 @@
+"""The store alone: bytes per token, write and read speed, first-layer latency, look-up times by number of blocks.
+
+    python benchmarks/store.py
+    python benchmarks/store.py --blocks 1000,10000,100000,1000000 --folder /mnt/nvme/bench
+
+Reads are warm (the page cache holds what was just written): they show what the code costs, not the disk. GB/s are of
+K and V as the model sees them in bfloat16, whatever was stored. A Redis server is measured where one is installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from common import environment, write_result
+
+from kvboost_rag.kv.block import Block, BlockHeader
+from kvboost_rag.kv.codec import encode_block, read_header
+from kvboost_rag.kv.compress import compress
+from kvboost_rag.store import DiskStore, MemoryStore, open_store
+
+SHAPES = {"SmolLM2-135M": (30, 3, 64), "Llama-3.1-8B": (32, 8, 128)}  # layers, KV heads, head size
+TOKENS = 512
+KINDS = ("none", "int8", "int4")
+
+
+def seconds(work: Callable[[], Any], repeats: int = 5) -> float:
+    """Median time of a call."""
+    times = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - started)
+    return median(times)
+
+
+def block_of(
+    shape: tuple[int, int, int], seed: int, tokens: int = TOKENS, dtype: torch.dtype = torch.bfloat16
+) -> Block:
+    """A block with K and V like a model's: channels stand out in K."""
+    layers, heads, head_dim = shape
+    generator = torch.Generator().manual_seed(seed)
+    kv = torch.randn(layers, 2, heads, tokens, head_dim, generator=generator)
+    kv[:, 0] += 5 * torch.randn(layers, heads, 1, head_dim, generator=generator)
+    header = BlockHeader(fingerprint="fp1:bench", context="c", context_kind="canonical", created_s=time.time())
+    return Block(kv.to(dtype), tuple(range(seed, seed + tokens)), header)
+
+
+def throughput(folder: Path, name: str, kind: str) -> dict[str, float]:
+    """Write, read and unpack one model's blocks in a folder."""
+    blocks = [block_of(SHAPES[name], seed) for seed in range(4)]
+    size = blocks[0].nbytes
+    with DiskStore(folder, min_free_bytes=0, compression=kind) as store:
+        started = time.perf_counter()
+        assert all(store.put(block) for block in blocks)
+        write_s = (time.perf_counter() - started) / len(blocks)
+        path = store.files.path(blocks[0].key)
+        assert path is not None
+        stored = path.stat().st_size
+        read_s = seconds(lambda: store.get(blocks[0].key))
+        keys = [block.key for block in blocks]
+        many_s = seconds(lambda: store.get_many(keys)) / len(keys)
+        first_s = seconds(lambda: first_layer(store, path))
+        packed = compress(blocks[0], kind).packed
+        unpack_s = seconds(packed.unpack) if packed is not None else 0.0
+    return {
+        "bytes_per_token": stored / TOKENS,
+        "share_of_bf16": stored / size,
+        "write_gb_s": size / write_s / 1e9,
+        "read_gb_s": size / read_s / 1e9,
+        "read_many_gb_s": size / many_s / 1e9,
+        "unpack_gb_s": size / unpack_s / 1e9 if unpack_s else 0.0,
+        "first_layer_ms": first_s * 1e3,
+    }
+
+
+def first_layer(store: DiskStore, path: Path) -> torch.Tensor:
+    """Header and first layer's bytes of a mapped block, checksums of K and V left out."""
+    buffer, _ = store.files.read(path)
+    _, _, shape, _ = read_header(buffer)
+    layer = (len(buffer) - 4096) // shape[0]
+    return torch.frombuffer(buffer, dtype=torch.uint8, offset=len(buffer) - layer * shape[0], count=layer).clone()
+
+
+def scale(folder: Path, count: int) -> dict[str, float]:
+    """Look-ups among ``count`` tiny blocks. Files are laid out by hand: writing them safely is measured elsewhere."""
+    tiny = block_of((1, 1, 8), 0, tokens=4, dtype=torch.float32)
+    keys = []
+    with DiskStore(folder, 1 << 50, min_free_bytes=0) as store:
+        for i in range(count):
+            block = Block(tiny.kv, (i, 1, 2, 3), tiny.header)
+            keys.append(block.key)
+            path = store.files.path(block.key)
+            assert path is not None
+            path.parent.mkdir(exist_ok=True)
+            path.write_bytes(encode_block(block))
+    for name in ("index/cache.db", ".indexed"):
+        (folder / name).unlink(missing_ok=True)
+    started = time.perf_counter()
+    with DiskStore(folder):
+        build_s = time.perf_counter() - started
+    started = time.perf_counter()
+    with DiskStore(folder) as store:
+        open_s = time.perf_counter() - started
+        assert store.stats().blocks == count
+        step = max(1, count // 1000)
+        tens = [keys[at : at + 10 * step : step] for at in range(0, count - 10 * step + 1, max(1, count // 100))]
+        hits = [seconds(lambda ten=ten: store.get_many(ten), 1) for ten in tens]
+        misses = [seconds(lambda ten=ten: store.get_many([f"kv1:{k[4:][::-1]}" for k in ten]), 1) for ten in tens]
+        touch_s = seconds(store.flush, 1)
+    memory = MemoryStore()
+    for key in keys[:1000]:
+        memory.put(Block(tiny.kv, (keys.index(key), 1, 2, 3), tiny.header))
+    return {
+        "build_index_s": build_s,
+        "open_ms": open_s * 1e3,
+        "ten_hits_ms": median(hits) * 1e3,
+        "ten_misses_ms": median(misses) * 1e3,
+        "note_uses_ms": touch_s * 1e3,
+        "ten_hits_memory_ms": seconds(lambda: memory.get_many(keys[:10])) * 1e3,
+    }
+
+
+@contextmanager
+def redis_server() -> Iterator[str | None]:
+    """The URL of a fresh server on loopback, or None where there is none installed."""
+    binary = shutil.which("redis-server") or shutil.which("valkey-server")
+    if binary is None:
+        yield None
+        return
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    words = [binary, "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
+    with tempfile.TemporaryDirectory() as folder:
+        process = subprocess.Popen([*words, "--dir", folder], stdout=subprocess.DEVNULL)
+        try:
+            deadline = time.monotonic() + 10
+            while time.monotonic() < deadline:
+                with socket.socket() as s:
+                    if s.connect_ex(("127.0.0.1", port)) == 0:
+                        break
+            yield f"redis://127.0.0.1:{port}/0"
+        finally:
+            process.kill()
+            process.wait()
+
+
+def remote(url: str, name: str, kind: str) -> dict[str, float]:
+    """One model's blocks on a server."""
+    blocks = [block_of(SHAPES[name], seed) for seed in range(4)]
+    size, keys = blocks[0].nbytes, [block.key for block in blocks]
+    with open_store(f"{url}?prefix={name}:{kind}:", memory_bytes=0, compression=kind) as store:
+        started = time.perf_counter()
+        assert all(store.put(block) for block in blocks)
+        write_s = (time.perf_counter() - started) / len(blocks)
+        read_s = seconds(lambda: store.get_many(keys)) / len(keys)
+        miss_s = seconds(lambda: store.get_many([f"kv1:{key[4:][::-1]}" for key in keys]), 20)
+    return {"write_gb_s": size / write_s / 1e9, "read_gb_s": size / read_s / 1e9, "four_misses_ms": miss_s * 1e3}
+
+
+def show(title: str, rows: dict[str, dict[str, float]]) -> None:
+    """A table, on stdout."""
+    columns = list(next(iter(rows.values())))
+    print(f"\n{title}\n| | {' | '.join(columns)} |\n|---|{'---|' * len(columns)}")
+    for name, row in rows.items():
+        print(f"| {name} | {' | '.join(f'{row[c]:,.3g}' if row[c] < 1000 else f'{row[c]:,.0f}' for c in columns)} |")
+
+
+def main() -> None:
+    """Measure, print tables, write ``results/store.json``."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--blocks", default="1000,10000,100000")
+    parser.add_argument("--folder", type=Path, default=None, help="where to write; default: a temporary folder")
+    args = parser.parse_args()
+    result: dict[str, Any] = {"environment": environment(), "tokens": TOKENS, "load": os.getloadavg()[0]}
+    with tempfile.TemporaryDirectory(dir=args.folder) as top:
+        cases = [(name, kind) for name in SHAPES for kind in KINDS]
+        result["disk"] = {f"{n} {k}": throughput(Path(top) / f"{n}-{k}", n, k) for n, k in cases}
+        show("Folder", result["disk"])
+        with redis_server() as url:
+            if url is not None:
+                result["redis"] = {f"{n} {k}": remote(url, n, k) for n, k in cases}
+                show("Redis on loopback", result["redis"])
+        result["scale"] = {}
+        for count in map(int, args.blocks.split(",")):
+            print(f"{count:,} blocks …", file=sys.stderr, flush=True)
+            result["scale"][f"{count:,}"] = scale(Path(top) / str(count), count)
+            shutil.rmtree(Path(top) / str(count))
+        show("Look-ups by number of blocks", result["scale"])
+    print(f"\n{write_result('store', result)}")
+
+
+if __name__ == "__main__":
+    main()
