@@ -530,6 +530,7 @@ def test_our_options_are_taken_out_of_a_url() -> None:
     "url", ["ftp://x", "redis://h?timeout=0", "redis://h?timeout=soon", "redis://h?write=never", "redis://h:port/0"]
 )
 def test_urls_that_make_no_sense(url: str) -> None:
+    pytest.importorskip("redis", reason="the redis client is not installed (extra [redis])")
     with pytest.raises(UsageError):
         open_store(url)
 
