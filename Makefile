@@ -35,9 +35,8 @@ $(STAMP): pyproject.toml
 demo: setup  ## warm a document folder, ask a question, print the answer and a table of what was not prefilled
 	$(PY) benchmarks/demo.py $(ARGS)
 
-# tests/integrations and the notebooks are still being written: test-all only.
 test: setup  ## the test suite (CPU, no network)
-	$(PY) -m pytest -q -m "not slow" --ignore=tests/integrations --ignore=tests/test_notebooks.py $(ARGS)
+	$(PY) -m pytest -q -m "not slow" $(ARGS)
 
 test-all: setup  ## the test suite with the slow matrix and all notebooks
 	$(PY) -m pytest -q $(ARGS)

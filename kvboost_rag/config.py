@@ -57,7 +57,8 @@ class Repair:
     the most attention from the question over the late layers (FusionRAG 2601.12904, ProphetKV 2602.02579). ``blend``:
     share with the largest deviation of K at the check layer (CacheBlend 2405.16444, with an exact mask and the fresh
     K/V of the check layer kept). ``cap``: upper bound on the total share, boundary first. ``shift``: add the mean
-    residual of recomputed keys to the keys that were not (design: helps blocks made without filler context).
+    residual of recomputed keys to the keys that were not (helps blocks made without filler context). ``spread``:
+    correct keys and values that were not recomputed by this share of a ridge regression over those that were.
     """
 
     first: int = 0
@@ -67,12 +68,13 @@ class Repair:
     cap: float = 1.0
     everything: bool = False
     shift: bool = False
+    spread: float = 0.0
     name: str = ""
 
     def __post_init__(self) -> None:
         _count("first", self.first)
         _count("last", self.last)
-        for name in ("query", "blend", "cap"):
+        for name in ("query", "blend", "cap", "spread"):
             _share(name, getattr(self, name))
 
     @classmethod
@@ -111,11 +113,16 @@ class Repair:
             cap=min(self.cap, other.cap),
             everything=self.everything or other.everything,
             shift=self.shift or other.shift,
+            spread=max(self.spread, other.spread),
         )
 
     def with_shift(self, shift: bool = True) -> Repair:
         """The same policy with (or without) the key shift."""
         return replace(self, shift=shift, name="")
+
+    def with_spread(self, spread: float = 0.5) -> Repair:
+        """The same policy with (or, at 0, without) the regression that corrects what is not recomputed."""
+        return replace(self, spread=spread, name="")
 
     @property
     def label(self) -> str:
@@ -128,7 +135,8 @@ class Repair:
         if self.everything:
             return "full"
         parts = [f"first={self.first}", f"last={self.last}", f"query={self.query:g}", f"blend={self.blend:g}"]
-        return ",".join([*parts, f"cap={self.cap:g}", *(["shift"] if self.shift else [])])
+        parts += [f"cap={self.cap:g}", *(["shift"] if self.shift else [])]
+        return ",".join([*parts, *([f"spread={self.spread:g}"] if self.spread else [])])
 
     @property
     def is_none(self) -> bool:
@@ -138,8 +146,8 @@ class Repair:
 
 NAMED_REPAIRS: dict[str, Repair] = {
     "fast": Repair(name="fast"),
-    "balanced": Repair(first=8, query=0.10, cap=0.15, name="balanced"),
-    "faithful": Repair(first=16, query=0.25, cap=0.30, name="faithful"),
+    "balanced": Repair(first=8, query=0.15, cap=0.15, spread=0.5, name="balanced"),
+    "faithful": Repair(first=8, query=0.30, cap=0.30, spread=0.5, name="faithful"),
 }
 
 

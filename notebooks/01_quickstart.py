@@ -85,7 +85,7 @@ for name, r in {"plain prefill": plain.report, "with reuse": reused.report}.item
 # all chunks hit again. `report.plot()` gives the same picture as a figure, for a paper or a dashboard.
 
 # %%
-other = "How heavy is the bell of the Aurora?"
+other = "Who is the captain of the Petrel?"
 result = engine.generate(messages(list(reversed(retrieve(other))), other), **options)
 print(result.text.strip())
 print(f"{result.report.hits} of {len(result.report.chunks)} chunks hit")

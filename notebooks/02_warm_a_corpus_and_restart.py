@@ -17,7 +17,7 @@ from kvboost_rag import Corpus, KVBoost, SplitOptions
 work = tempfile.TemporaryDirectory()
 docs = Path(work.name) / "docs"
 store = Path(work.name) / "store"
-shutil.copytree("../benchmarks/demo_docs", docs)  # a copy, as we are going to edit it
+_ = shutil.copytree("../benchmarks/demo_docs", docs)  # a copy, as we are going to edit it
 
 # %% [markdown]
 # ## Plan, then warm
@@ -47,18 +47,17 @@ print(f"stored {again.stored}, skipped {again.skipped}, {again.seconds:.2f} s")
 # %% [markdown]
 # ## Restart
 #
-# Before this process lets go of the model, it notes what it thinks of one answer: the log-probability of each of its
-# tokens, given the prompt and the stored blocks.
+# First, this process notes what it thinks of one answer: the log-probability of each of its tokens, given the prompt
+# and the stored blocks.
 
 # %%
 chunks = [chunk.text for chunk in corpus]
 prompt = [
     {"role": "system", "content": "Answer the question in one sentence, from the context."},
-    {"role": "user", "content": "\n\n".join(chunks[3:7]) + "\n\nQuestion: Who is the captain of the Petrel?"},
+    {"role": "user", "content": "\n\n".join(chunks[:4]) + "\n\nQuestion: Who is the captain of the Petrel?"},
 ]
 answer = "The captain of the Petrel is Maria Lund."
 before = engine.score(prompt, answer).logprobs
-engine.close()
 
 # %% [markdown]
 # And now a new Python process that knows nothing but the store's folder. It loads the model, opens the store and gets
@@ -104,12 +103,11 @@ print("largest difference of a log-probability between the two processes:", (aft
 ferry = docs / "ferry.md"
 ferry.write_text(ferry.read_text().replace("Maria Lund", "Henrik Dahl"))
 
-engine = KVBoost.from_pretrained("smollm2", store=store)
 report = engine.warm(corpus)
 print(f"stored {report.stored}, skipped {report.skipped}")
 
 chunks = [chunk.text for chunk in corpus]
-prompt[1]["content"] = "\n\n".join(chunks[3:7]) + "\n\nQuestion: Who is the captain of the Petrel?"
+prompt[1]["content"] = "\n\n".join(chunks[:4]) + "\n\nQuestion: Who is the captain of the Petrel?"
 print(engine.generate(prompt, max_new_tokens=24, stop=["\n", ". "]).text.strip())
 
 # %% [markdown]
@@ -132,7 +130,7 @@ for path in files:
 print(f"{len(files)} files damaged")
 
 # %%
-engine = KVBoost.from_pretrained("smollm2", store=store)
+engine = KVBoost(engine.model, engine.tokenizer, store=store)  # the same model, the store opened anew
 result = engine.generate(prompt, max_new_tokens=24, stop=["\n", ". "])
 result
 

@@ -7,14 +7,16 @@
 # of the answer is enforced while it is generated.
 
 # %%
+from typing import Literal
+
 import matplotlib.pyplot as plt
 from langchain_core.documents import Document
 from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.retrievers import BaseRetriever
 from langchain_core.runnables import RunnablePassthrough
-from langchain_core.tools import create_retriever_tool
-from pydantic import BaseModel, Field
+from langchain_core.tools import tool
+from pydantic import BaseModel
 from rank_bm25 import BM25Plus
 
 from kvboost_rag import Corpus, SplitOptions
@@ -75,7 +77,7 @@ def chain(reverse=False):
     return {"context": retriever | join, "question": RunnablePassthrough()} | template | llm
 
 
-question = "How heavy is the bell of the Aurora?"
+question = "Who is the captain of the Petrel?"
 first = chain().invoke(question)
 second = chain(reverse=True).invoke(question)  # other order, so that no prefix fits
 print(first.text.strip(), "|", second.text.strip())
@@ -121,55 +123,55 @@ bars(asked)
 # Streaming, `batch` and the async methods are the same engine underneath and give the same text:
 
 # %%
-for piece in (chain() | StrOutputParser()).stream("Who is the captain of the Petrel?"):
+for piece in (chain() | StrOutputParser()).stream("How heavy is the bell of the Aurora?"):
     print(piece, end="")
 
 # %% [markdown]
 # ## An agent's step: calling a tool
 #
-# In an agent, the model chooses a tool, the tool returns documents, and the model answers from them. A model of 135M
-# parameters does not reliably decide *whether* to call a tool, so the choice is forced here (`tool_choice`). What it
-# calls the tool *with* is its own, and the grammar makes sure that it parses.
+# In an agent, the model calls a tool, the tool returns documents, and the model answers from them. A model of 135M
+# parameters does not reliably decide *whether* to call a tool, so that is forced here (`tool_choice`). *What* it
+# calls the tool with is its own choice, and a grammar makes sure that it parses and that the page exists.
+
 
 # %%
-search = create_retriever_tool(
-    Retriever(docs=documents, k=2),
-    "search_guide",
-    "Search the town guide of Elmsund.",
-    response_format="content_and_artifact",
-)
-agent_llm = llm.model_copy(update={"stop_sequences": None, "max_tokens": 48})
-caller = agent_llm.bind_tools([search], tool_choice="search_guide")
+@tool(response_format="content_and_artifact")
+def read_page(page: Literal["ferry", "lighthouse", "market", "museum"]):
+    """Read a page of the town guide."""
+    found = [d for d in documents if d.metadata["source"] == f"{page}.md"]
+    return join(found), found
 
-history = [("human", "Search the guide: when did the coal harbour close?")]
-call = caller.invoke(history)
+
+agent_llm = llm.model_copy(update={"stop_sequences": None})
+history = [("human", "Who is the captain of the ferry?")]
+call = agent_llm.bind_tools([read_page], tool_choice="read_page").invoke(history)
 call.tool_calls
 
 # %%
-result = search.invoke(call.tool_calls[0])
-answer = agent_llm.bind(max_tokens=24, stop=["\n", ". "]).invoke([*history, call, result])
-print(answer.text.strip())
+result = read_page.invoke(call.tool_calls[0])
+answer = llm.invoke([*history, call, result])
+print(answer.text.strip(), "\n")
 for chunk in answer.response_metadata["kvboost"]["chunks"]:
     print(f"{chunk['outcome']:6} {chunk['text'][:70]!r}")
 
 # %% [markdown]
 # The documents that came back through the tool hit as well: they stand verbatim in the tool's message. With a larger
-# model, `langchain.agents.create_agent(ChatKVBoost(...), [search])` runs this loop by itself.
+# model, `langchain.agents.create_agent(ChatKVBoost(...), [read_page])` runs this loop by itself.
 #
 # ## Structured output
 #
-# `with_structured_output` enforces a schema in the same way. Small models fill in the right *shape*; whether the
-# content is right is another matter, so check it.
+# `with_structured_output` enforces a schema in the same way. It guarantees the *shape*; whether the content is right
+# is up to the model. Such a small one needs a narrow schema.
 
 
 # %%
-class Facts(BaseModel):
-    object: str = Field(description="what the question is about")
+class Weight(BaseModel):
     kilograms: int
 
 
-structured = agent_llm.with_structured_output(Facts)
-(template | structured).invoke({"context": join(Retriever(docs=documents, k=2).invoke(question)), "question": question})
+bell = "How heavy is the bell of the Aurora?"
+text = join(Retriever(docs=documents, k=1).invoke(bell))
+agent_llm.with_structured_output(Weight).invoke(f"{text}\n\n{bell}")
 
 # %% [markdown]
 # ## Where to go on

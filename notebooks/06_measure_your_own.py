@@ -19,7 +19,7 @@ QUESTIONS = [
     "When did the coal harbour close?",
 ]
 SYSTEM = "Answer the question in one sentence, from the context."
-CHUNK_SIZE, CHUNKS_PER_QUESTION, ANSWER_TOKENS = 600, 3, 16
+CHUNK_SIZE, CHUNKS_PER_QUESTION, ANSWER_TOKENS = 600, 3, 12
 
 # %%
 import matplotlib.pyplot as plt
@@ -65,9 +65,9 @@ balanced = engine.verify(items, policy="balanced", max_new_tokens=ANSWER_TOKENS)
 print(balanced.table())
 
 # %% [markdown]
-# The verdict compares two figures with thresholds, `max_kl` and `min_agreement`, that you can set. An answer that
-# reads differently is not always a worse one, so read the pairs above: with a model as small as this one, the answer
-# of full prefill is quite often the wrong one of the two.
+# The verdict compares two figures with thresholds, `max_kl` and `min_agreement`, that you can set. It says how close
+# reuse comes to full prefill, not whether either of them is right: an answer that reads differently is not always a
+# worse one, and with a model as small as this one both can be wrong. So read the pairs above.
 #
 # ## Where the answers differ
 #
@@ -85,7 +85,8 @@ def picture(report):
             edge = "black" if token.other else "white"
             box = plt.Rectangle((column + 0.04, row + 0.06), 0.92, 0.88, fc=(0.86, 0.3, 0.25, shade), ec=edge, lw=1.5)
             ax.add_patch(box)
-            ax.text(column + 0.5, row + 0.5, token.text.strip() or "⏎", ha="center", va="center", fontsize=7)
+            shown = token.text.strip() or ("⏎" if "\n" in token.text else "␣")
+            ax.text(column + 0.5, row + 0.5, shown, ha="center", va="center", fontsize=7)
     ax.set(xlim=(0, width), ylim=(len(report.items), 0), xticks=[], yticks=[i + 0.5 for i in range(len(report.items))])
     ax.set_yticklabels([i.question[:28] + "…" for i in report.items], fontsize=8)
     ax.set_title(f"repair={report.policy}: full prefill's answers, coloured by KL", fontsize=10)

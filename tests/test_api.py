@@ -41,7 +41,7 @@ def test_names_that_others_build_on() -> None:
 def test_defaults() -> None:
     parameters = inspect.signature(KVBoost.__init__).parameters
     defaults = {n: p.default for n, p in parameters.items() if p.default is not inspect.Parameter.empty}
-    assert (defaults["reuse"], defaults["repair"], defaults["filler_tokens"]) == ("chunks", "balanced", 600)
+    assert (defaults["reuse"], defaults["repair"]) == ("chunks", "balanced")
     assert defaults["store"] == "~/.cache/kvboost-rag"
     trust = inspect.signature(KVBoost.from_pretrained).parameters["trust_remote_code"]
     assert trust.default is False

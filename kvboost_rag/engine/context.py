@@ -23,7 +23,8 @@ from kvboost_rag.keys import context_digest
 from kvboost_rag.model.adapter import ModelAdapter
 from kvboost_rag.store.base import BlockStore
 
-FILLER_TOKENS = 600
+FILLER_TOKENS = 200
+CHUNK_BREAK = "\n\n"
 MAX_WINDOW_SHARE = 0.25  # the context may take this much of the model's window
 
 
@@ -86,10 +87,12 @@ def _build(adapter: ModelAdapter, tokens: SpanTokenizer, filler: str, filler_tok
         start = adapter.tokenizer.bos_token_id
         head = () if start is None else (int(start),)
     room = max(0, most - len(head))
-    prose = tokens.plain(filler) if filler_tokens else ()
-    while prose and len(prose) < filler_tokens:
+    size = min(filler_tokens, room)
+    prose = tokens.plain(filler) if size else ()
+    while prose and len(prose) < size:
         prose += prose
-    return head + prose[: min(filler_tokens, room)]
+    end = tokens.plain(CHUNK_BREAK)  # a chunk begins after a break in prompts too (docs/log.md: helps everywhere)
+    return head + (prose[: size - len(end)] + end if prose and size > len(end) else ())
 
 
 def compute_context_kv(adapter: ModelAdapter, context: Context) -> torch.Tensor:

@@ -22,6 +22,7 @@ from kvboost_rag.engine.repair import (
 )
 from kvboost_rag.engine.report import ChunkReport, Report
 from kvboost_rag.engine.shift import ShiftingCache
+from kvboost_rag.engine.spread import EDGE, FEWEST, SpreadingCache
 from kvboost_rag.model.adapter import ModelAdapter
 from kvboost_rag.model.cache import RequestCache
 
@@ -113,10 +114,16 @@ class Prefiller:
     def _question_scores(
         self, prompt: Prompt, cache: RequestCache, ids: torch.Tensor, done: int, spans: list[ReusedSpan]
     ) -> torch.Tensor:
+        """Chunks that are in place are scored, glue is hidden even where it is held: so the choice, and with it the
+        answer, does not depend on what an earlier request left behind."""
         hidden = torch.ones(prompt.num_tokens, dtype=torch.bool, device=ids.device)
-        hidden[:done] = False
-        for s in spans:
-            hidden[s.start : s.end] = False
+        for start, end in [(s.start, s.end) for s in spans] + [
+            (c.start, c.end) for c in prompt.chunks if c.end <= done
+        ]:
+            hidden[start:end] = False
+        empty = hidden.clone()
+        empty[:done] = False  # fresh memory may hold NaN, which no mask stops
+        cache.kv[:, :, :, : prompt.num_tokens].index_fill_(3, empty.nonzero().flatten(), 0.0)
         last = prompt.segments[-1]
         first = last.start if last.kind == "glue" else prompt.num_tokens - 1
         question = torch.arange(max(first, done), prompt.num_tokens, device=ids.device)
@@ -144,14 +151,27 @@ class Prefiller:
             stale[repaired] = False
         rows[n - 1] = True  # the last token is always forwarded
         positions = rows.nonzero().flatten().to(ids.device)
-        target = cache
-        if repair.shift and repaired and not repair.everything:
-            target = ShiftingCache(cache, self.adapter.rope, torch.tensor(repaired), stale.nonzero().flatten())
+        target = self._target(cache, spans, repaired, stale.nonzero().flatten(), repair)
         logits = self.adapter.forward(ids[positions], positions, target)
         cache.length = n
         if target is not cache:
             cache.rows += target.rows
         return logits
+
+    def _target(
+        self, cache: RequestCache, spans: list[ReusedSpan], repaired: list[int], stale: torch.Tensor, repair: Repair
+    ) -> RequestCache:
+        """What the forward writes into: the cache itself, or one that corrects the stale positions on the way."""
+        if repair.everything or not repaired or not stale.numel():
+            return cache
+        if repair.spread:
+            inner = {p for s in spans for p in range(s.start + EDGE, s.end)}
+            teachers = [p for p in repaired if p in inner]
+            if len(teachers) >= FEWEST:
+                return SpreadingCache(cache, self.adapter.rope, torch.tensor(teachers), stale, repair.spread)
+        if repair.shift:
+            return ShiftingCache(cache, self.adapter.rope, torch.tensor(repaired), stale)
+        return cache
 
     @staticmethod
     def _note_chunks(prompt: Prompt, done: int, found: list[Found], repaired: set[int], report: Report) -> None:

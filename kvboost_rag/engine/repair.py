@@ -16,7 +16,7 @@ from kvboost_rag.model.adapter import ModelAdapter, StopForward
 from kvboost_rag.model.attention import RowsPlan
 from kvboost_rag.model.cache import RequestCache
 
-LATE_SHARE = 2 / 3  # scores come from the layers beyond this share of the depth
+LATE_SHARE = 1 / 2  # scores come from the layers beyond this share of the depth
 CHECK_LAYER = 1  # CacheBlend's check layer
 MAX_QUESTION_ROWS = 256
 
@@ -40,7 +40,7 @@ def boundary_positions(spans: Sequence[ReusedSpan], repair: Repair) -> list[int]
 
 
 class AttentionScores:
-    """Collects, over the late layers, how much attention the question's rows give to each position.
+    """Collects, over the late half of the layers, how much attention the question's rows give to each position.
 
     ``hidden [capacity]`` marks positions whose KV is not computed yet. The sum is over rows and heads.
     """
@@ -97,13 +97,12 @@ def question_scores(
 ) -> torch.Tensor:
     """Attention of the rows at ``question [q]`` to every position, over the composed (unrepaired) cache.
 
+    ``hidden [n]`` positions take no part; their KV must be finite all the same: an additive mask lets NaN through.
     Costs a forward of the question's rows (counted). Their KV is written and overwritten by the main forward.
     """
     question = question[-MAX_QUESTION_ROWS:]
     seen = hidden.clone()
     seen[question] = False
-    # An additive mask does not stop NaN, and memory that nothing was written to yet may hold some.
-    cache.kv[:, :, :, : seen.numel()].index_fill_(3, seen.nonzero().flatten(), 0.0)
     scores = AttentionScores(adapter.spec.num_layers, question, seen)
     plan = MaskedRowsPlan(question, seen, scores)
     adapter.forward(token_ids[question], question, cache, plan=plan)

@@ -8,17 +8,23 @@ from kvboost_rag.kv.block import Block, BlockHeader
 from kvboost_rag.kv.quantize import Packed, pack
 
 
-def compress(block: Block, compression: str) -> Block:
+def compress(block: Block, compression: str, *, unpack: bool = True) -> Block:
     """``block`` as a store with ``compression`` will give it back, with its compressed form in ``packed``.
 
     The same block comes out of memory, disk and network then: an answer does not depend on which tier had it. A block
     that was compressed before stays as it is (a second rounding would only lose more), and so does one whose values do
     not fit: its header goes on saying "none", and it is stored exact.
+
+    ``unpack=False`` leaves ``kv`` as it was, for whoever writes ``packed`` and hands the block to nobody.
     """
     if compression == "none" or block.header.compression != "none":
         return block
     packed = pack(block.kv, compression)
-    return block if packed is None else unpacked(packed, block.token_ids, block.header, block.key)
+    if packed is None:
+        return block
+    if unpack:
+        return unpacked(packed, block.token_ids, block.header, block.key)
+    return replace(block, header=replace(block.header, compression=compression), packed=packed)
 
 
 def unpacked(packed: Packed, token_ids: tuple[int, ...], header: BlockHeader, key: str = "") -> Block:

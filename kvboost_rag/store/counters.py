@@ -81,7 +81,8 @@ class Counters:
 
 
 def admit(block: Block, *, keep_text: bool, compression: str = "none") -> Block:
-    """``block`` as it may be stored: under its true key, without its text unless that was asked for, compressed.
+    """``block`` as it may be stored: under its true key, without its text unless that was asked for, compressed
+    (in ``packed``; ``kv`` is left as it was).
 
     Raises:
         UsageError: ``block.key`` is not the key of its contents.
@@ -90,4 +91,4 @@ def admit(block: Block, *, keep_text: bool, compression: str = "none") -> Block:
         raise UsageError(f"block has key {block.key!r}, but its contents lead to another", hint="leave key empty")
     if not keep_text and block.header.text:
         block = replace(block, header=replace(block.header, text=""))
-    return compress(block, compression)
+    return compress(block, compression, unpack=False)

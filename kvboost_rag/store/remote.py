@@ -13,19 +13,20 @@ from contextlib import suppress
 from itertools import islice
 
 from kvboost_rag.errors import BlockFormatError, StoreError, UsageError
-from kvboost_rag.keys import KEY_PREFIX
 from kvboost_rag.kv.block import Block
-from kvboost_rag.kv.codec import decode_block, encode_parts
+from kvboost_rag.kv.codec import encode_parts
+from kvboost_rag.kv.compress import unpacked
 from kvboost_rag.kv.quantize import check_compression
 from kvboost_rag.store.anchor_table import Records
 from kvboost_rag.store.anchors import AnchorIndex
 from kvboost_rag.store.base import BlockStore, Miss, Problem, StoreStats
 from kvboost_rag.store.counters import Counters, admit
-from kvboost_rag.store.disk_files import block_name, block_of_name, reason_of
-from kvboost_rag.store.manifest import MAX_VALUE_BYTES, entry_name, pack_entry, unpack_entry
+from kvboost_rag.store.disk_files import block_name, block_of_name
 from kvboost_rag.store.policy import check_ttl, is_expired
 from kvboost_rag.store.remote_anchors import AnchorSync
-from kvboost_rag.store.remote_link import Link, Medium, TooLarge, Unavailable, Value
+from kvboost_rag.store.remote_check import check_blocks, inspect
+from kvboost_rag.store.remote_link import Link, Medium, Unavailable, Value
+from kvboost_rag.store.remote_meta import RemoteManifest
 from kvboost_rag.store.remote_queue import Ticker, WriteQueue
 
 MAX_BLOCK_BYTES = 1 << 30
@@ -82,7 +83,7 @@ class RemoteStore(BlockStore):
         self.link = link or Link(timeout_s)
         self._write_timeout = write_timeout_s
         self._counters = Counters()
-        self._held: dict[str, bytes] = {}  # manifest entries while the server does not answer
+        self._manifest = RemoteManifest(medium, self.link, self._warn)
         self._absent: dict[str, float] = {}  # key → until when contains() need not ask
         self._unreadable: set[str] = set()  # foreign values: overwritten by the next put
         self._queue = WriteQueue(self._send) if write == "back" else None
@@ -106,7 +107,9 @@ class RemoteStore(BlockStore):
         found: dict[str, Block | Miss] = {}
         for key in dict.fromkeys(keys):
             waiting = self._queue.get(key) if self._queue else None
-            if waiting is not None:
+            if waiting is not None and waiting.packed is not None:
+                found[key] = unpacked(waiting.packed, waiting.token_ids, waiting.header, key)
+            elif waiting is not None:
                 found[key] = waiting
             elif block_name(key) is None:
                 found[key] = Miss("absent", "not a key")
@@ -141,11 +144,11 @@ class RemoteStore(BlockStore):
     def _judge(self, key: str, value: Value) -> Block | Miss:
         if value is None:
             return Miss("absent")
-        reason, detail, block = _inspect(key, value, self.max_block_bytes)
+        reason, detail, block = inspect(key, value, self.max_block_bytes)
         if block is None:
             if reason == "foreign":
                 self._unreadable.add(key)  # perhaps of a later version: others may be able to read it
-            else:
+            elif reason != "unavailable":
                 self._remove(key)
             return Miss(reason, detail)
         if is_expired(block.header, self.ttl_s, time.time()):
@@ -162,9 +165,6 @@ class RemoteStore(BlockStore):
 
     def _delete(self, names: Sequence[str]) -> int:
         return self.link.call(lambda: self.medium.delete(names), timeout_s=self._write_timeout)
-
-    def _read(self, name: str, limit: int) -> Value:
-        return self.link.call(lambda: self.medium.read([name], limit)[0])
 
     def _list(self, area: str) -> list[str]:
         listed = self.link.call(lambda: list(self.medium.entries(area)), timeout_s=self._write_timeout)
@@ -261,23 +261,13 @@ class RemoteStore(BlockStore):
 
     def check(self, fix: bool = False) -> list[Problem]:
         """Fetches every block."""
-        problems = []
-        try:
-            for name in self._list("blocks"):
-                value, key = self._read(name, self.max_block_bytes), block_of_name(name)
-                if value is None:
-                    continue
-                reason, detail, _ = _inspect(key, value, self.max_block_bytes)
-                if reason:
-                    problems.append(Problem(reason, key or name, detail, fix and self._delete([name]) > 0))
-        except Unavailable as error:
-            problems.append(Problem("unavailable", self.medium.kind, str(error)))
+        problems = check_blocks(self.medium, self.link, self.max_block_bytes, fix)
         return problems + [Problem("anchors", "memory", text, fix) for text in self.anchors.check(fix)]
 
     def clear(self) -> int:
         if self._queue is not None:
             self._queue.clear()
-        self._held.clear()
+        self._manifest.forget()
         dropped = 0
         try:
             for area in ("blocks", "meta"):
@@ -295,33 +285,10 @@ class RemoteStore(BlockStore):
     # -- manifest ------------------------------------------------------------------------------------------------------
 
     def get_meta(self, name: str) -> bytes | None:
-        try:
-            value = self._read(f"meta/{entry_name(name)}", MAX_VALUE_BYTES + 65536)
-        except Unavailable as error:
-            self._warn(error)
-            return self._held.get(name)
-        if value is None:
-            return self._held.get(name)
-        with suppress(ValueError):
-            if not isinstance(value, TooLarge):
-                return unpack_entry(bytes(value), name)
-        with suppress(Unavailable):  # damaged: counts as unset
-            self._delete([f"meta/{entry_name(name)}"])
-        return self._held.get(name)
+        return self._manifest.get(name)
 
     def put_meta(self, name: str, value: bytes) -> bytes:
-        path, entry = f"meta/{entry_name(name)}", pack_entry(name, value)
-        for _ in range(3):
-            present = self.get_meta(name)
-            if present is not None:
-                return present
-            try:
-                if self.link.call(lambda: self.medium.create(path, entry)):
-                    return bytes(value)
-            except Unavailable as error:
-                self._warn(error)
-                break
-        return self._held.setdefault(name, bytes(value))
+        return self._manifest.put(name, value)
 
     # -- life ----------------------------------------------------------------------------------------------------------
 
@@ -361,18 +328,3 @@ class RemoteStore(BlockStore):
 
     def _warn(self, error: Exception) -> None:
         self._counters.warn("unavailable", f"the {self.medium.kind} store does not answer, going on without: {error}")
-
-
-def _inspect(key: str | None, value: bytes | memoryview | TooLarge, limit: int) -> tuple[str, str, Block | None]:
-    """(reason, detail, block) of what lay under ``key``; no reason if it is that block."""
-    if key is None or not key.startswith(KEY_PREFIX):
-        return "foreign", "not a block's name", None
-    if isinstance(value, TooLarge):
-        return "foreign", f"{value.size} bytes, at most {limit} are fetched", None
-    try:
-        block = decode_block(value)
-    except BlockFormatError as error:
-        return reason_of(error), str(error), None
-    except MemoryError:
-        return "unavailable", "out of memory", None
-    return ("", "", block) if block.key == key else ("mismatch", f"holds {block.key}", None)

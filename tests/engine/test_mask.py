@@ -78,19 +78,21 @@ def test_everything_recomputed_behind_an_exact_chunk_is_exact(
     assert gap > 100 * TOLERANCE if mask is _off_by_one else gap < TOLERANCE
 
 
-@pytest.mark.parametrize("rows", [[0], [5], [0, 1, 2, 3], [0, 2, 3, 7, 9], [1, 8], list(range(3, 300, 2)), [299]])
-def test_rows_over_a_complete_cache_get_their_own_logits(family: str, rows: list[int]) -> None:
+ROWS = ([0], [5], [0, 1, 2, 3], [0, 2, 3, 7, 9], [1, 8], list(range(3, 300, 2)), [299])
+
+
+def test_rows_over_a_complete_cache_get_their_own_logits(family: str) -> None:
     """Any subset of rows, re-run over exact KV, gives exactly the full prefill's logits at those rows."""
     engine = make_engine(family)
-    n = max(300, max(rows) + 1)
-    ids = torch.randint(10, 300, (n,))
-    cache = engine.adapter.new_cache(n)
-    full = engine.adapter.forward(ids, torch.arange(n), cache, keep_logits=0)
-    positions = torch.tensor(rows)
+    ids = torch.randint(10, 300, (300,))
+    cache = engine.adapter.new_cache(300)
+    full = engine.adapter.forward(ids, torch.arange(300), cache, keep_logits=0)
     before = cache.kv.clone()
-    again = engine.adapter.forward(ids[positions], positions, cache, keep_logits=0)
-    assert (again - full[positions]).abs().max() < TOLERANCE
-    assert (cache.kv - before).abs().max() < TOLERANCE
+    for rows in ROWS:
+        positions = torch.tensor(rows)
+        again = engine.adapter.forward(ids[positions], positions, cache, keep_logits=0)
+        assert (again - full[positions]).abs().max() < TOLERANCE
+        assert (cache.kv - before).abs().max() < TOLERANCE
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -18,7 +18,7 @@ from kvboost_rag import CancelToken, KVBoost, errors
 from tests.engine.helpers import DOCS, POLICIES, chat, make_engine, spy
 
 PROMPTS: list[Any] = [chat(), chat(DOCS[1:3]), "A plain text. " + DOCS[0], [40, 41, 42, 43], chat([DOCS[3]])]
-N = 12
+N = 6
 
 
 @pytest.fixture

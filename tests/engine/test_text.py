@@ -59,7 +59,9 @@ def test_control_tokens_in_content_are_never_parsed(name: str, reuse: str, warm:
         assert [c.text for c in segmented(engine, chat([ATTACK])).chunks] == [ATTACK]
 
 
-@pytest.mark.parametrize("text", ["a <|im_end|>", "<|im_end|>", "<|im_end|> a", "<s>", "<|im_start|><|im_end|>"])
+@pytest.mark.parametrize(
+    "text", ["a <|im_end|>", "<|im_end|>", "<|im_end|> a", "<s>", "<|im_start|><|im_end|>", "<think>hm</think>"]
+)
 def test_whatever_stands_at_the_edge_of_a_message(text: str) -> None:
     engine = make_engine()
     expected = controls(engine.tokens.tokenizer, segmented(engine, chat([], question="x")).token_ids)

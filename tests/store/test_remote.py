@@ -493,6 +493,20 @@ def test_write_back_does_not_wait_and_reads_what_waits(shelf: Shelf) -> None:
         assert same(store.get(block.key), block)
 
 
+def test_what_waits_is_what_will_come_back(shelf: Shelf) -> None:
+    block = make_block(1, tokens=40, head_dim=64)
+    with RemoteStore(shelf, write="back", compression="int4", link=Link(30.0)) as store:
+        shelf.stuck = threading.Event()
+        store._unreadable.add(block.key)
+        store.put(block)
+        waiting = store.get(block.key)
+        shelf.stuck.set()
+        store.flush()
+        assert isinstance(waiting, Block)
+        assert same(store.get(block.key), waiting)
+        assert not same(waiting, block)
+
+
 def test_close_sends_what_waits(shelf: Shelf) -> None:
     store = RemoteStore(shelf, write="back")
     for i in range(10):

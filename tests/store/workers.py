@@ -54,3 +54,20 @@ def die_in(folder: Path, module_function: str, nth: int, before: bool) -> None:
     setattr(os, module_function, deadly)
     for seed in range(3):
         store.put(make_block(seed, **SHAPE))  # type: ignore[arg-type]
+
+
+def churn_and_tend(folder: Path, first_seed: int, pipe: Connection) -> None:
+    """Like :func:`churn`, with the limits that the folder remembers, and with maintenance in between; until killed."""
+    store = DiskStore(folder, lock_timeout_s=60)
+    for seed in range(first_seed, first_seed + 100_000):
+        block = make_block(seed, tags=(str(seed % 7),), cost_s=seed % 5, **SHAPE)  # type: ignore[arg-type]
+        store.put(block)
+        found = store.get(block.key)
+        if seed % 5 == 0:
+            store.pin([block.key])
+        if seed % 11 == 0:
+            store.unpin(store.keys())
+            store.prune(max_bytes=4 * block.nbytes)
+        if seed % 13 == 0:
+            store.delete_tagged("3")
+        pipe.send((seed, isinstance(found, Miss) or same(found, block)))

@@ -240,6 +240,17 @@ def test_a_forward_left_early_at_any_layer(order: Any, tmp_path: Path) -> None:
             assert (logits(model) - logits(oracle)).abs().max() < TOLERANCE
 
 
+def test_any_layer_may_be_called_by_itself(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "llama", num_hidden_layers=6)
+    model = load_streamed(tmp_path, budget_for(tmp_path, 1))
+    streamer, plan = model.kvboost_streamer, model.kvboost_plan
+    for j in (4, 1, 3, 0, 4):
+        streamer.enter(j)
+        name = f"model.layers.{plan.streamed[j]}.mlp.up_proj.weight"
+        assert torch.equal(model.get_parameter(name), model.kvboost_host_weights[name])
+        streamer.leave(j)
+
+
 # --- races are found ----------------------------------------------------------------------------------------
 
 

@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 import pytest
+from langchain_core.exceptions import OutputParserException
 from langchain_core.language_models import BaseChatModel
 from langchain_core.messages import AIMessage
 from langchain_tests.integration_tests import ChatModelIntegrationTests
@@ -15,6 +16,11 @@ from langchain_tests.integration_tests import ChatModelIntegrationTests
 from kvboost_rag import SharedEngine
 from langchain_kvboost_rag import ChatKVBoost
 
+REPEATS = pytest.mark.xfail(
+    raises=OutputParserException,
+    reason="greedy, a model of 135M parameters repeats one sentence inside a JSON string until max_tokens cuts it off",
+)
+KINDS = pytest.mark.parametrize("schema_type", ["pydantic", "typeddict", "json_schema"])
 pytestmark = [pytest.mark.slow, pytest.mark.real_model]
 
 
@@ -46,6 +52,11 @@ class TestSmolLM2(ChatModelIntegrationTests):
         return next((str(p) for p in Path(spec.origin).parent.rglob("*.gguf")), None)
 
     @property
+    def structured_output_kwargs(self) -> dict[str, Any]:
+        # As a forced call this model writes short jokes; as plain JSON it repeats one sentence until max_tokens.
+        return {"method": "function_calling"}
+
+    @property
     def supports_json_mode(self) -> bool:
         return False  # the free-form JSON of a 135M model seldom ends within the limit; see the scripted suite
 
@@ -69,3 +80,21 @@ class TestSmolLM2(ChatModelIntegrationTests):
     @pytest.mark.xfail(reason="a model of 135M parameters does not decide on its own to call a tool")
     def test_agent_loop(self, model: BaseChatModel) -> None:
         super().test_agent_loop(model)
+
+    @REPEATS
+    @KINDS
+    def test_structured_output(self, model: BaseChatModel, schema_type: Any) -> None:
+        super().test_structured_output(model, schema_type)
+
+    @REPEATS
+    @KINDS
+    async def test_structured_output_async(self, model: BaseChatModel, schema_type: Any) -> None:
+        await super().test_structured_output_async(model, schema_type)
+
+    @REPEATS
+    def test_structured_output_pydantic_2_v1(self, model: BaseChatModel) -> None:
+        super().test_structured_output_pydantic_2_v1(model)
+
+    @REPEATS
+    def test_structured_output_optional_param(self, model: BaseChatModel) -> None:
+        super().test_structured_output_optional_param(model)

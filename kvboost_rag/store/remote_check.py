@@ -1,0 +1,49 @@
+"""Whether a value from a server is the block that it should be; and the same for all of them."""
+
+from __future__ import annotations
+
+from kvboost_rag.errors import BlockFormatError
+from kvboost_rag.keys import KEY_PREFIX
+from kvboost_rag.kv.block import Block
+from kvboost_rag.kv.codec import decode_block
+from kvboost_rag.store.base import Problem
+from kvboost_rag.store.disk_files import block_of_name, reason_of
+from kvboost_rag.store.remote_link import Link, Medium, TooLarge, Unavailable
+
+
+def inspect(key: str | None, value: bytes | memoryview | TooLarge, limit: int) -> tuple[str, str, Block | None]:
+    """(reason, detail, block) of what lay under ``key``; no reason if it is that block."""
+    if key is None or not key.startswith(KEY_PREFIX):
+        return "foreign", "not a block's name", None
+    if isinstance(value, TooLarge):
+        return "foreign", f"{value.size} bytes, at most {limit} are fetched", None
+    try:
+        block = decode_block(value)
+    except BlockFormatError as error:
+        return reason_of(error), str(error), None
+    except MemoryError:
+        return "unavailable", "out of memory", None
+    return ("", "", block) if block.key == key else ("mismatch", f"holds {block.key}", None)
+
+
+def check_blocks(medium: Medium, link: Link, limit: int, fix: bool) -> list[Problem]:
+    """Fetch every block and list what is wrong; with ``fix``, remove it."""
+    problems: list[Problem] = []
+    try:
+        for name, _ in link.call(lambda: list(medium.entries("blocks"))):
+            problem = _check_one(name, medium, link, limit, fix)
+            problems += [problem] if problem is not None else []
+    except Unavailable as error:
+        problems.append(Problem("unavailable", medium.kind, str(error)))
+    return problems
+
+
+def _check_one(name: str, medium: Medium, link: Link, limit: int, fix: bool) -> Problem | None:
+    value, key = link.call(lambda: medium.read([name], limit)[0]), block_of_name(name)
+    if value is None:  # removed meanwhile
+        return None
+    reason, detail, _ = inspect(key, value, limit)
+    if not reason:
+        return None
+    fixed = fix and reason != "unavailable" and link.call(lambda: medium.delete([name])) > 0
+    return Problem(reason, key or name, detail, fixed)
