@@ -16,7 +16,7 @@ from kvboost_rag.model.adapter import ModelAdapter, StopForward
 from kvboost_rag.model.attention import RowsPlan
 from kvboost_rag.model.cache import RequestCache
 
-LATE_SHARE = 1 / 2  # scores come from the layers beyond this share of the depth
+SCORE_FROM, SCORE_TO = 1 / 2, 1.0  # scores come from the layers between these shares of the depth
 CHECK_LAYER = 1  # CacheBlend's check layer
 MAX_QUESTION_ROWS = 256
 
@@ -46,7 +46,8 @@ class AttentionScores:
     """
 
     def __init__(self, num_layers: int, positions: torch.Tensor, hidden: torch.Tensor) -> None:
-        self.first_layer = int(num_layers * LATE_SHARE)
+        self.first_layer = int(num_layers * SCORE_FROM)
+        self.last_layer = max(self.first_layer, int(num_layers * SCORE_TO) - 1)
         self.positions = positions
         self.hidden = hidden
         self.total: torch.Tensor | None = None  # [kv]
@@ -71,6 +72,7 @@ class MaskedRowsPlan(RowsPlan):
     def __init__(self, positions: torch.Tensor, hidden: torch.Tensor, scores: AttentionScores) -> None:
         super().__init__(positions, observe=scores.observe)
         self.hidden = hidden
+        self.last_layer = scores.last_layer
         self.is_full = False
 
     def _mask(self, index: int, like: torch.Tensor) -> torch.Tensor:
@@ -85,6 +87,8 @@ class MaskedRowsPlan(RowsPlan):
     ) -> torch.Tensor:
         assert self.observe is not None, "a masked plan exists to observe"
         self.observe(layer, query, key, scaling)
+        if layer >= self.last_layer:
+            raise StopForward  # nothing behind this layer's queries and keys is of use
         return self._tiled(query, key, value, scaling, query.shape[1] // key.shape[1])
 
 
@@ -98,15 +102,17 @@ def question_scores(
     """Attention of the rows at ``question [q]`` to every position, over the composed (unrepaired) cache.
 
     ``hidden [n]`` positions take no part; their KV must be finite all the same: an additive mask lets NaN through.
-    Costs a forward of the question's rows (counted). Their KV is written and overwritten by the main forward.
+    Costs a forward of the question's rows up to the last layer that is scored (counted). Their KV is written, and
+    overwritten by the main forward.
     """
     question = question[-MAX_QUESTION_ROWS:]
     seen = hidden.clone()
     seen[question] = False
     scores = AttentionScores(adapter.spec.num_layers, question, seen)
     plan = MaskedRowsPlan(question, seen, scores)
-    adapter.forward(token_ids[question], question, cache, plan=plan)
-    cache.scoring_rows += question.numel()
+    before = cache.rows
+    adapter.probe(token_ids[question], question, cache, plan, layers=scores.last_layer + 1)
+    cache.scoring_rows += cache.rows - before
     assert scores.total is not None, "late layers must have been observed"
     return scores.total
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from kvboost_rag.kv.rope import RopeTable
+from kvboost_rag.kv.rope import RopeTable, turn
 from kvboost_rag.model.cache import RequestCache
 
 EDGE = 8  # tokens at a chunk's start that teach nothing
@@ -32,43 +32,54 @@ class SpreadingCache(RequestCache):
         self, base: RequestCache, rope: RopeTable, teachers: torch.Tensor, stale: torch.Tensor, strength: float
     ) -> None:
         super().__init__(base.kv, base.length)
-        self.rope = rope
         self.teachers = teachers.to(base.kv.device)
-        self.stale = stale.to(base.kv.device)
         self.strength = strength
+        self._stale: slice | torch.Tensor = stale.to(base.kv.device)
+        self._tables = (rope.at(self.teachers, back=True), rope.at(self._stale, back=True), rope.at(self._stale))
+        self._rope = rope
         self._row_of: torch.Tensor | None = None
 
     def at(self, positions: torch.Tensor) -> None:
         super().at(positions)
         self._row_of = torch.searchsorted(positions, self.teachers)
+        if isinstance(self._stale, torch.Tensor):
+            self._widen(self._stale, positions)
+
+    def _widen(self, stale: torch.Tensor, rows: torch.Tensor) -> None:
+        """Work on one slice, without gathering, where all else in it is written by this forward anyway."""
+        first, end = int(stale[0]), int(stale[-1]) + 1
+        if stale.numel() + int(((rows >= first) & (rows < end)).sum()) == end - first:
+            whole = torch.arange(first, end, device=stale.device)
+            self._stale = slice(first, end)
+            self._tables = (self._tables[0], self._rope.at(whole, back=True), self._rope.at(whole))
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         keys, values = self.kv[layer_idx, 0], self.kv[layer_idx, 1]  # [Hkv, capacity, D]
-        rope, teachers, stale = self.rope, self.teachers, self.stale
-        old = rope.unrotate_at(keys[:, teachers].float(), teachers)
-        new = rope.unrotate_at(key_states[0][:, self._row_of].float(), teachers)
-        own = keys[:, stale].float()
-        moved = regress(old, new - old, rope.unrotate_at(own, stale))
-        keys.index_copy_(1, stale, (own + self.strength * rope.rotate_at(moved, stale)).to(keys.dtype))
-        old = values[:, teachers].float()
-        own = values[:, stale].float()
-        moved = regress(old, value_states[0][:, self._row_of].float() - old, own)
-        values.index_copy_(1, stale, (own + self.strength * moved).to(values.dtype))
+        heads, (teachers_back, back, to) = keys.shape[0], self._tables
+        old = torch.cat([turn(keys[:, self.teachers], teachers_back), values[:, self.teachers].float()])
+        new_keys = turn(key_states[0][:, self._row_of], teachers_back)
+        weights, offset = regress(old, torch.cat([new_keys, value_states[0][:, self._row_of].float()]) - old)
+        weights, offset = weights * self.strength, offset * self.strength
+        moved = torch.baddbmm(offset[:heads], turn(keys[:, self._stale], back), weights[:heads])
+        self._add(keys, turn(moved, to))
+        self._add(values, torch.baddbmm(offset[heads:], values[:, self._stale].float(), weights[heads:]))
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
+    def _add(self, target: torch.Tensor, shift: torch.Tensor) -> None:
+        if isinstance(self._stale, slice):
+            target[:, self._stale].add_(shift)
+        else:
+            target.index_copy_(1, self._stale, (target[:, self._stale] + shift).to(target.dtype))
 
-def regress(known: torch.Tensor, residual: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
-    """Ridge regression per head: from ``known → residual`` (``[H, n, D]`` both) to the residuals of ``others
-    [H, m, D]``. Returns ``[H, m, D]``, fp32."""
+
+def regress(known: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ridge regression per head from ``known`` to ``residual`` (``[H, n, D]`` both). Returns weights ``[H, D, D]`` and
+    offset ``[H, 1, D]``: a vector ``x [H, m, D]`` is expected to have the residual ``x @ weights + offset``. fp32."""
     scale = known.square().mean((1, 2), keepdim=True).sqrt().clamp_min(1e-6)
-    x, y = _with_constant(known / scale), _with_constant(others / scale)
+    x = torch.cat([known / scale, torch.ones_like(known[..., :1])], -1)
     n, features = x.shape[1:]
     gram = x.transpose(1, 2) @ x + RIDGE * n * torch.eye(features, device=x.device)
-    weights: torch.Tensor = torch.linalg.solve(gram, x.transpose(1, 2) @ residual)
-    return y @ weights
-
-
-def _with_constant(x: torch.Tensor) -> torch.Tensor:
-    return torch.cat([x, torch.ones_like(x[..., :1])], -1)
+    solved: torch.Tensor = torch.linalg.solve(gram, x.transpose(1, 2) @ residual)
+    return solved[:, :-1] / scale, solved[:, -1:]

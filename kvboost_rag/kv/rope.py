@@ -58,20 +58,27 @@ class RopeTable:
         _rotate(out, keys, cos[start : start + n] / scale, -sin[start : start + n] / scale)
         return out
 
+    def at(self, positions: torch.Tensor, *, back: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin ``[n, rotary_dim / 2]`` that rotate keys to ``positions [n]``, or ``back`` from there."""
+        cos, sin = self._ensure(int(positions.max()) + 1)
+        cos, sin = cos[positions], sin[positions]
+        scale = self.scaling * self.scaling
+        return (cos / scale, sin / -scale) if back else (cos, sin)
+
     def rotate_at(self, keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Like :meth:`rotate_into` for scattered ``positions [n]``; returns a new fp32 tensor."""
-        cos, sin = self._ensure(int(positions.max()) + 1)
-        out = torch.empty(keys.shape, dtype=torch.float32, device=keys.device)
-        _rotate(out, keys.float(), cos[positions], sin[positions])
-        return out
+        return turn(keys, self.at(positions))
 
     def unrotate_at(self, keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Inverse of :meth:`rotate_at`."""
-        cos, sin = self._ensure(int(positions.max()) + 1)
-        scale = self.scaling * self.scaling
-        out = torch.empty(keys.shape, dtype=torch.float32, device=keys.device)
-        _rotate(out, keys.float(), cos[positions] / scale, -sin[positions] / scale)
-        return out
+        return turn(keys, self.at(positions, back=True))
+
+
+def turn(keys: torch.Tensor, table: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """``keys [..., n, head_dim]`` turned by a table of :meth:`RopeTable.at`; a new fp32 tensor."""
+    out = torch.empty(keys.shape, dtype=torch.float32, device=keys.device)
+    _rotate(out, keys.float(), *table)
+    return out
 
 
 def _rotate(out: torch.Tensor, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:

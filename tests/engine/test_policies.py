@@ -7,7 +7,7 @@ import torch
 
 from kvboost_rag import KVBoost, Repair
 from kvboost_rag.engine.prefill import Prepared
-from kvboost_rag.engine.repair import CHECK_LAYER, LATE_SHARE, question_scores
+from kvboost_rag.engine.repair import CHECK_LAYER, SCORE_FROM, question_scores
 from tests.engine.helpers import DOCS, TOLERANCE, chat, make_engine, prepared, reference
 from tests.tiny import tiny_model
 
@@ -54,7 +54,7 @@ def test_scores_are_the_attention_that_transformers_computes(family: str) -> Non
     model.set_attn_implementation("eager")
     with torch.no_grad():
         weights = model(ids[None], output_attentions=True).attentions
-    late = weights[int(len(weights) * LATE_SHARE) :]
+    late = weights[int(len(weights) * SCORE_FROM) :]
     expected = torch.stack([w[0, :, question].sum((0, 1)) for w in late]).sum(0)
     assert (scores - expected).abs().max() < TOLERANCE
 
