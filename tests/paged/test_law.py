@@ -3,10 +3,15 @@ repair, decoding, scoring, held prefixes. Counters prove that pages really left 
 
 from __future__ import annotations
 
-import pytest
+from typing import Any
 
-from kvboost_rag import Repair
-from tests.engine.helpers import DOCS, POLICIES, TOLERANCE, chat, prepared, reference
+import pytest
+import torch
+
+from kvboost_rag import KVBoost, Repair
+from kvboost_rag.model.streaming.virtual import VirtualBackend
+from kvboost_rag.plan import KVBudget
+from tests.engine.helpers import DOCS, POLICIES, TOLERANCE, chat, make_engine, prepared, reference
 from tests.paged.helpers import dense, least_budget, pair, stats, times_budget
 from tests.tiny import tiny_model
 
@@ -128,3 +133,40 @@ def test_broken_merging_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ours.logits is not None
     assert theirs.logits is not None
     assert (ours.logits - theirs.logits).abs().max() > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_within_its_rounding(dtype: torch.dtype) -> None:
+    def model() -> Any:
+        return tiny_model(dtype=dtype)
+
+    unlimited = make_engine(model=model())
+    paged = make_engine(model=model(), kv_vram=least_budget(unlimited), kv_backend=VirtualBackend(order="late"))
+    exact = make_engine()
+    for engine in (paged, unlimited, exact):
+        engine.warm(DOCS)
+    options: dict[str, Any] = {"repair": Repair.boundary(4).with_spread(), "logits": True}
+    ours, theirs, full = (e.score(chat(), [40, 50, 60], **options) for e in (paged, unlimited, exact))
+    assert ours.logits is not None
+    assert theirs.logits is not None
+    assert full.logits is not None
+    assert ours.report.host_tokens > 0
+    rounding = (theirs.logits - full.logits).abs().max()
+    assert (ours.logits - full.logits).abs().max() < 1.5 * rounding
+
+
+@pytest.mark.real_model
+def test_the_real_model_too(smollm2: Any) -> None:
+    """1,100 tokens of KV in pages that hold a quarter of it."""
+    docs = [text * 11 for text in DOCS]
+    prompt = chat(docs)
+    answers = {}
+    for name, kv in (("paged", KVBudget(270 * 46080)), ("unlimited", None)):
+        with KVBoost(smollm2.model, smollm2.tokenizer, store="memory", filler_tokens=64, kv_vram=kv) as engine:
+            engine.warm(docs)
+            answers[name] = engine.generate(prompt, max_new_tokens=24)
+    assert answers["paged"].token_ids == answers["unlimited"].token_ids
+    report = answers["paged"].report
+    assert report.hits == 4
+    assert report.prompt_tokens + 24 > 4 * 270
+    assert report.host_attended_tokens > 0
