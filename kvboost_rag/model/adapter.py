@@ -81,6 +81,7 @@ class ModelAdapter:
         self.own_attention = str(getattr(model.config, "_attn_implementation", "") or "sdpa")
         self.rows_forwarded = 0.0  # rows x share of layers, since loading
         self.lock = threading.RLock()  # one forward at a time
+        self.max_rows: int | None = getattr(getattr(model, "kvboost_plan", None), "forward_rows", None)
         self.pages: PagePool | None = None  # where requests' KV comes from, once page_kv was called
         self._fingerprint: Fingerprint | None = None
         self._cache_kw = _cache_keyword(model)
@@ -146,13 +147,24 @@ class ModelAdapter:
         plan: Plan | None = None,
     ) -> torch.Tensor:
         """One forward over ``token_ids [q]`` at ascending ``positions [q]``; returns logits ``[keep_logits, vocab]``
-        of the last rows (0 keeps all)."""
+        of the last rows (0 keeps all). More rows than :attr:`max_rows` are forwarded in slices, in order: a row sees
+        nothing that comes behind it. Only what corrects cached keys on the way needs all its rows at once."""
+        rows = positions.numel()
+        keep = keep_logits or rows
         with self.lock:
-            cache.at(positions)
-            self._count(cache, positions.numel())
-            plan = plan or cache.plan(positions)
-            out = self._call(token_ids[None], positions[None], cache, plan, keep_logits)
-        return out.logits[0]  # type: ignore[no-any-return]
+            sliced = self.max_rows is not None and plan is None and not cache.is_revised
+            step = min(rows, self.max_rows) if sliced and self.max_rows else rows
+            logits = []
+            for a in range(0, rows, step):
+                b = min(rows, a + step)
+                wanted = keep - (rows - b)  # of this slice's last rows
+                cache.at(positions[a:b])
+                self._count(cache, b - a)
+                own = plan or cache.plan(positions[a:b])
+                out = self._call(token_ids[None, a:b], positions[None, a:b], cache, own, min(max(wanted, 1), b - a))
+                if wanted > 0:
+                    logits.append(out.logits[0])
+        return torch.cat(logits) if len(logits) > 1 else logits[0]
 
     def probe(
         self, token_ids: torch.Tensor, positions: torch.Tensor, cache: KVCache, plan: Plan | None, *, layers: int
