@@ -52,6 +52,8 @@ class KVBoost:
         prefix_bytes: budget for KV of earlier requests (conversation turns, repeated prompts).
         memory_bytes, disk_bytes: budgets of the store's tiers.
         keep_text: keep chunk texts in block headers (off: token ids alone).
+        attn: kernel of plainly causal attention: ``"auto"`` (what works here), ``"flash-attn"``, ``"varlen"`` (torch's
+            own) or ``"sdpa"``; ``stats()["attention"]`` says which it is and why. Masked rows go through SDPA always.
         kv_vram: memory of the device for requests' KV (``"2GiB"``, bytes, or a
             :class:`~kvboost_rag.plan.KVBudget`): what goes beyond it spills to host memory, page by page, and is
             attended to there, exactly. None: each request's KV is one buffer on the device.
@@ -81,6 +83,7 @@ class KVBoost:
         disk_bytes: int | None = None,
         keep_text: bool = False,
         compression: str | None = None,
+        attn: str = "auto",
         kv_vram: str | int | KVBudget | None = None,
         kv_backend: Any = None,
         name: str = "",
@@ -90,6 +93,7 @@ class KVBoost:
         self.adapter = ModelAdapter(model, tokenizer, name=name)
         if self.reuse != "off":
             self.adapter.require_reuse()
+        self.adapter.choose_attention(attn)
         if kv_vram is not None:
             self.adapter.page_kv(kv_budget(kv_vram), kv_backend)
         self.tokens = SpanTokenizer(tokenizer)
@@ -299,7 +303,9 @@ class KVBoost:
         streaming = streamer.stats.as_dict() if streamer else None
         pages = self.adapter.pages
         paged = pages.snapshot().as_dict() if pages is not None else None
-        return {"store": self.store.stats().as_dict(), "prefixes": held, "streaming": streaming, "paged": paged}
+        attention = {"kernel": self.adapter.kernel.name, "reason": self.adapter.kernel.reason}
+        own = {"prefixes": held, "streaming": streaming, "paged": paged, "attention": attention}
+        return {"store": self.store.stats().as_dict(), **own}
 
     def forget(self) -> None:
         """Let go of held prefixes (conversations); the store stays."""

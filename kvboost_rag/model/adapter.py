@@ -18,9 +18,10 @@ import torch
 from kvboost_rag.errors import CapacityError, ModelError, UnsupportedModelError
 from kvboost_rag.fingerprint import Fingerprint
 from kvboost_rag.kv.rope import RopeTable
-from kvboost_rag.model.attention import NAME, ContextPlan, Plan, register
+from kvboost_rag.model.attention import NAME, CausalPlan, ContextPlan, Plan, register
 from kvboost_rag.model.cache import CaptureCache, KVCache, RequestCache, StopForward
 from kvboost_rag.model.identity import adapter_state, fingerprint_model
+from kvboost_rag.model.kernels import SDPA, Kernel, choose_kernel
 from kvboost_rag.model.support import Support, check_support
 
 if TYPE_CHECKING:
@@ -83,6 +84,7 @@ class ModelAdapter:
         self.lock = threading.RLock()  # one forward at a time
         self.max_rows: int | None = getattr(getattr(model, "kvboost_plan", None), "forward_rows", None)
         self.pages: PagePool | None = None  # where requests' KV comes from, once page_kv was called
+        self.kernel: Kernel = SDPA  # of plainly causal attention; see choose_attention
         self._fingerprint: Fingerprint | None = None
         self._cache_kw = _cache_keyword(model)
         if self.support.ok:
@@ -112,6 +114,11 @@ class ModelAdapter:
         if self._fingerprint is None or self._fingerprint.adapter != adapter_state(self.model):
             self._fingerprint = fingerprint_model(self.model, self.tokenizer)
         return self._fingerprint
+
+    def choose_attention(self, attn: str) -> None:
+        """``"auto"``, or a kernel by name. Raises UnknownOptionError, UsageError."""
+        s = self.spec
+        self.kernel = choose_kernel(attn, s.device, s.dtype, (s.num_heads, s.num_kv_heads), s.head_dim)
 
     def page_kv(self, budget: KVBudget, backend: Backend | None = None) -> None:
         """Requests' KV comes from a pool of pages of this size from now on, and spills to host memory beyond it.
@@ -197,6 +204,8 @@ class ModelAdapter:
     def _call(self, ids: torch.Tensor, positions: torch.Tensor, cache: Any, plan: Plan, keep: int) -> Any:
         if getattr(self.model.config, "_attn_implementation", NAME) != NAME:
             self.model.set_attn_implementation(NAME)  # somebody set it back: another function would ignore the plan
+        if isinstance(plan, CausalPlan):
+            plan.kernel = self.kernel
         # A 4-D mask is passed through untouched, so no causal mask is built that the plan would ignore.
         skip_mask = torch.zeros(1, 1, 1, 1, dtype=self.spec.dtype, device=ids.device)
         kwargs = {self._cache_kw: cache}
