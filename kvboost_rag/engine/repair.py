@@ -75,12 +75,9 @@ class MaskedRowsPlan(RowsPlan):
         self.last_layer = scores.last_layer
         self.is_full = False
 
-    def _mask(self, index: int, like: torch.Tensor) -> torch.Tensor:
-        fresh = index not in self._masks
-        mask = super()._mask(index, like)
-        if fresh or not self._keep:
-            mask.masked_fill_(self.hidden[None, : mask.shape[1]], float("-inf"))
-        return mask
+    def _hidden(self, index: int, device: torch.device) -> torch.Tensor:
+        later = super()._hidden(index, device)
+        return later | self.hidden[None, : later.shape[1]]
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
