@@ -16,6 +16,7 @@ from kvboost_rag.engine.context import FILLER_TOKENS, canonical_context, head_co
 from kvboost_rag.engine.decode import CancelToken
 from kvboost_rag.engine.encode import ChunkEncoder
 from kvboost_rag.engine.engine import Engine
+from kvboost_rag.engine.guard import OnLowFidelity, check_mode
 from kvboost_rag.engine.request import PromptInput, Request
 from kvboost_rag.engine.result import Piece, Result, Score
 from kvboost_rag.engine.tokens import SpanTokenizer
@@ -53,6 +54,10 @@ class KVBoost:
         memory_bytes, disk_bytes: budgets of the store's tiers.
         keep_text: keep chunk texts in block headers (off: token ids alone).
         compression: ``"none"``, ``"int8"`` or ``"int4"`` for what the store keeps; None: as the store's folder says.
+        on_low_fidelity: what to do where the store's verdict on a request's policy (see :meth:`verify`) is that it
+            failed: ``"warn"`` (log, once), ``"repair"`` (answer with ``"faithful"`` if that one passed, else by full
+            prefill), ``"full"`` (full prefill), ``"ignore"``. Each but the last also logs once that reuse which nobody
+            verified is used.
 
     Raises:
         UnsupportedModelError: reuse is asked for and not proved for this architecture.
@@ -76,9 +81,11 @@ class KVBoost:
         disk_bytes: int | None = None,
         keep_text: bool = False,
         compression: str | None = None,
+        on_low_fidelity: OnLowFidelity = "warn",
         name: str = "",
     ) -> None:
         self.reuse: Reuse = check_reuse(reuse)
+        check_mode(on_low_fidelity)
         self.repair = resolve_repair(repair)
         self.adapter = ModelAdapter(model, tokenizer, name=name)
         if self.reuse != "off":
@@ -96,7 +103,9 @@ class KVBoost:
         self._keep_text = keep_text
         self._salt = salt
         self._encoder = self.encoder()
-        self.engine = Engine(self.adapter, self.tokens, self._encoder, prefix_bytes=prefix_bytes)
+        self.engine = Engine(
+            self.adapter, self.tokens, self._encoder, prefix_bytes=prefix_bytes, on_low_fidelity=on_low_fidelity
+        )
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvboost")
 
     @classmethod
@@ -269,7 +278,8 @@ class KVBoost:
 
         Items are mappings with ``question`` and ``passages``, or ``messages`` (or ``prompt``) and ``chunks``. Options:
         ``policy`` (default: this engine's repair), ``max_new_tokens`` (32), ``max_kl`` (0.1), ``min_agreement`` (0.9),
-        ``progress``. See :func:`kvboost_rag.verify.verify`.
+        ``progress``, ``keep`` (True: the verdict is kept in the store, see ``on_low_fidelity``). See
+        :func:`kvboost_rag.verify.verify`.
         """
         from kvboost_rag.verify import verify
 

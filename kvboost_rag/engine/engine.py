@@ -12,6 +12,7 @@ from kvboost_rag.chunk import Prompt, Segment
 from kvboost_rag.config import Repair
 from kvboost_rag.engine.decode import Step, cached_step, token_loop
 from kvboost_rag.engine.encode import ChunkEncoder
+from kvboost_rag.engine.guard import FidelityGuard, OnLowFidelity
 from kvboost_rag.engine.lookup import BlockFinder
 from kvboost_rag.engine.plain import plain_prefill
 from kvboost_rag.engine.prefill import Prefiller, Prepared
@@ -24,6 +25,7 @@ from kvboost_rag.engine.sample import Sampler
 from kvboost_rag.engine.segment import Segmenter
 from kvboost_rag.engine.text import Detokenizer
 from kvboost_rag.engine.tokens import SpanTokenizer
+from kvboost_rag.engine.verdicts import Verdicts
 from kvboost_rag.errors import ContextLengthError, EmptyPromptError, UsageError
 from kvboost_rag.kv.block import Block
 from kvboost_rag.model.adapter import ModelAdapter
@@ -36,10 +38,19 @@ LONG_PROMPT_TOKENS = 512  # a prompt this long without a match, with a filled st
 
 class Engine:
     """Answers requests over one model, one store and one encoder. Safe from several threads: each forward takes the
-    model's lock, requests hold no shared state but the store and the prefix cache."""
+    model's lock, requests hold no shared state but the store and the prefix cache.
+
+    Without options it answers as it is asked to and says nothing: this is how verifications measure.
+    """
 
     def __init__(
-        self, adapter: ModelAdapter, tokens: SpanTokenizer, encoder: ChunkEncoder, *, prefix_bytes: int
+        self,
+        adapter: ModelAdapter,
+        tokens: SpanTokenizer,
+        encoder: ChunkEncoder,
+        *,
+        prefix_bytes: int,
+        on_low_fidelity: OnLowFidelity = "ignore",
     ) -> None:
         self.adapter = adapter
         self.tokens = tokens
@@ -50,6 +61,8 @@ class Engine:
         self.segmenter = Segmenter(tokens, self.store.anchors, self._tokens_of_key, self.salt)
         self.prefiller = Prefiller(adapter, BlockFinder(encoder, self.store))
         self.eos_ids = _eos_ids(adapter)
+        self.verdicts = Verdicts(encoder)
+        self.guard = FidelityGuard(self.verdicts, on_low_fidelity)
         self._warned: set[str] = set()
 
     def _tokens_of_key(self, key: str) -> tuple[int, ...] | None:
@@ -116,11 +129,14 @@ class Engine:
     def run(self, request: Request) -> Iterator[Piece]:
         """Answer ``request`` piece by piece; the last piece carries the result."""
         started = perf_counter()
+        request, changed = self.guard.admit(request)
         report = Report(reuse=request.reuse, repair=request.repair.label if request.reuse == "chunks" else "none")
+        report.warnings += [changed] if changed else []
         if request.cancel.cancelled:  # while it waited in a queue
             yield Piece("", Result("", [], "cancelled", report))
             return
         prompt, prepared, step = self._prepare(request, report, request.max_new_tokens)
+        self.guard.note(request, report)
         sampler = Sampler(request.sampling, self.adapter.spec.device, list(request.logits_processors))
         detok = Detokenizer(self.adapter.tokenizer, request.stop)
         ids: list[int] = []
@@ -161,7 +177,7 @@ class Engine:
 
     def score(self, request: Request, continuation: str | list[int], *, logits: bool) -> Score:
         """Teacher-forced log-probabilities of ``continuation`` after the prompt; it never takes part in choosing
-        what to repair, and leaves nothing held."""
+        what to repair, and leaves nothing held. It measures what it was asked for, whatever verdict there is on it."""
         started = perf_counter()
         ids = list(self.tokens.plain(continuation)) if isinstance(continuation, str) else list(continuation)
         if not ids:

@@ -139,6 +139,11 @@ class BlockStore(ABC):
     def put_meta(self, name: str, value: bytes) -> bytes:
         """Set ``name`` if it is not set, atomically; returns the value that holds now (first writer wins)."""
 
+    @abstractmethod
+    def set_meta(self, name: str, value: bytes) -> bool:
+        """Set ``name`` whether it is set or not, atomically (last writer wins), for what is measured again. Never for
+        what keys rest on. True if it is kept as long as the blocks are."""
+
     def get_many(self, keys: Sequence[str]) -> list[Block | Miss]:
         """:meth:`get` for several keys, in order. Stores with slow media override it to read in parallel."""
         return [self.get(key) for key in keys]

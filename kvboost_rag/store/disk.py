@@ -230,6 +230,9 @@ class DiskStore(BlockStore):
     def put_meta(self, name: str, value: bytes) -> bytes:
         return self.manifest.put(name, value)
 
+    def set_meta(self, name: str, value: bytes) -> bool:
+        return self.manifest.set(name, value)
+
     def touch(self, key: str) -> None:
         with self._lock:
             self._touched.pop(key, None)

@@ -171,6 +171,11 @@ class MemoryStore(BlockStore):
         with self._lock:
             return self._meta.setdefault(name, bytes(value))
 
+    def set_meta(self, name: str, value: bytes) -> bool:
+        with self._lock:
+            self._meta[name] = bytes(value)
+        return True
+
 
 @dataclass(frozen=True, slots=True)
 class _Held:

@@ -290,6 +290,9 @@ class RemoteStore(BlockStore):
     def put_meta(self, name: str, value: bytes) -> bytes:
         return self._manifest.put(name, value)
 
+    def set_meta(self, name: str, value: bytes) -> bool:
+        return self._manifest.set(name, value)
+
     # -- life ----------------------------------------------------------------------------------------------------------
 
     def refresh(self) -> int:

@@ -125,6 +125,9 @@ class TieredStore(BlockStore):
             tier.put_meta(name, decided)
         return decided
 
+    def set_meta(self, name: str, value: bytes) -> bool:
+        return [tier.set_meta(name, value) for tier in self.tiers][-1]
+
     def close(self) -> None:
         for tier in reversed(self.tiers):  # the last one may still have things to send, from those before
             tier.close()
