@@ -52,6 +52,7 @@ class KVBoost:
         salt: tenant salt; the same text under another salt never hits.
         prefix_bytes: budget for KV of earlier requests (conversation turns, repeated prompts).
         memory_bytes, disk_bytes: budgets of the store's tiers.
+        tenant_bytes: most bytes of one tenant's blocks in a folder or in ``"memory"`` (see :func:`open_store`).
         keep_text: keep chunk texts in block headers (off: token ids alone).
         compression: ``"none"``, ``"int8"`` or ``"int4"`` for what the store keeps; None: as the store's folder says.
         on_low_fidelity: what to do where the store's verdict on a request's policy (see :meth:`verify`) is that it
@@ -79,6 +80,7 @@ class KVBoost:
         prefix_bytes: int = DEFAULT_PREFIX_BYTES,
         memory_bytes: int | None = None,
         disk_bytes: int | None = None,
+        tenant_bytes: int | None = None,
         keep_text: bool = False,
         compression: str | None = None,
         on_low_fidelity: OnLowFidelity = "warn",
@@ -96,6 +98,7 @@ class KVBoost:
             store if supported else None,
             memory_bytes=memory_bytes,
             limit_bytes=disk_bytes,
+            tenant_bytes=tenant_bytes,
             keep_text=keep_text,
             compression=compression,
         )
@@ -287,13 +290,16 @@ class KVBoost:
 
     # -- state -------------------------------------------------------------------------------------------------------
 
-    def stats(self) -> dict[str, object]:
-        """The store's counters, what the prefix cache holds, and what was streamed (None: nothing is)."""
+    def stats(self, *, sizes: bool = True) -> dict[str, object]:
+        """The store's counters, what the requests came to, what the prefix cache holds, and what was streamed (None:
+        nothing is). Without ``sizes``, a server's blocks are not counted: for being asked every few seconds."""
         prefixes = self.engine.prefixes
         held = {"entries": len(prefixes), "bytes": prefixes.nbytes, "limit_bytes": prefixes.limit_bytes}
         streamer = streamer_of(self.model)
         streaming = streamer.stats.as_dict() if streamer else None
-        return {"store": self.store.stats().as_dict(), "prefixes": held, "streaming": streaming}
+        store = self.store.stats() if sizes else self.store.quick_stats()
+        requests = self.engine.totals.as_dict()
+        return {"store": store.as_dict(), "requests": requests, "prefixes": held, "streaming": streaming}
 
     def forget(self) -> None:
         """Let go of held prefixes (conversations); the store stays."""

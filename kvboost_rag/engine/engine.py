@@ -25,6 +25,7 @@ from kvboost_rag.engine.sample import Sampler
 from kvboost_rag.engine.segment import Segmenter
 from kvboost_rag.engine.text import Detokenizer
 from kvboost_rag.engine.tokens import SpanTokenizer
+from kvboost_rag.engine.totals import Totals
 from kvboost_rag.engine.verdicts import Verdicts
 from kvboost_rag.errors import ContextLengthError, EmptyPromptError, UsageError
 from kvboost_rag.kv.block import Block
@@ -58,6 +59,7 @@ class Engine:
         self.store: BlockStore = encoder.store
         self.salt = encoder.salt
         self.prefixes = PrefixCache(prefix_bytes)
+        self.totals = Totals()
         self.segmenter = Segmenter(tokens, self.store.anchors, self._tokens_of_key, self.salt)
         self.prefiller = Prefiller(adapter, BlockFinder(encoder, self.store))
         self.eos_ids = _eos_ids(adapter)
@@ -137,6 +139,7 @@ class Engine:
             return
         prompt, prepared, step = self._prepare(request, report, request.max_new_tokens)
         self.guard.note(request, report)
+        self.totals.prefilled(report)
         sampler = Sampler(request.sampling, self.adapter.spec.device, list(request.logits_processors))
         detok = Detokenizer(self.adapter.tokenizer, request.stop)
         ids: list[int] = []
@@ -173,6 +176,7 @@ class Engine:
         with report.stage("store"):
             report.stored_tokens = 0 if request.cancel.cancelled else self._store_missed(prepared)
         report.total_s = perf_counter() - started
+        self.totals.answered(report, reason)
         yield Piece("", Result("".join(parts), ids, reason, report))
 
     def score(self, request: Request, continuation: str | list[int], *, logits: bool) -> Score:
@@ -185,6 +189,7 @@ class Engine:
         self._checked(ids)
         report = Report(reuse=request.reuse, repair=request.repair.label if request.reuse == "chunks" else "none")
         prompt, prepared, step = self._prepare(request, report, len(ids))
+        self.totals.prefilled(report)
         report.ttft_s = perf_counter() - started
         rows = [prepared.logits]
         if prepared.plain_cache is not None:  # the model's own cache takes one token at a time

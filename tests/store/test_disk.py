@@ -129,7 +129,7 @@ def test_an_unknown_version_is_foreign(store: DiskStore) -> None:
     block = make_block(1)
     store.put(block)
     path = file_of(store, block)
-    path.write_bytes(path.read_bytes().replace(b"kvboost_rag/1", b"kvboost_rag/9"))
+    path.write_bytes(path.read_bytes().replace(b"kvboost_rag/3", b"kvboost_rag/9"))
     miss = store.get(block.key)
     assert isinstance(miss, Miss)
     assert (miss.reason, "version" in miss.detail) == ("foreign", True)
