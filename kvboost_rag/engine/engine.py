@@ -172,6 +172,7 @@ class Engine:
         finished = ended or detok.stopped
         reason = "stop" if finished else "cancelled" if request.cancel.cancelled else "length"
         report.new_tokens = len(ids)
+        report.note_cache(prepared.cache.counts())
         self._hold(request, prepared, ids, report)
         with report.stage("store"):
             report.stored_tokens = 0 if request.cancel.cancelled else self._store_missed(prepared)
@@ -203,6 +204,7 @@ class Engine:
             )
         all_logits = torch.cat(rows).float()
         logprobs = all_logits.log_softmax(-1).gather(1, torch.tensor(ids, device=all_logits.device)[:, None])[:, 0]
+        report.note_cache(prepared.cache.counts())
         report.total_s = perf_counter() - started
         return Score(ids, logprobs.cpu(), report, all_logits.cpu() if logits else None)
 
@@ -276,7 +278,7 @@ class Engine:
                 segments=segments,
                 token_ids=kv_tokens,
                 exact_tokens=exact,
-                kv=prepared.cache.kv,
+                kv=prepared.cache.held(),
             )
         )
 
