@@ -13,6 +13,7 @@ import torch
 from kvboost_rag.aio import iterate
 from kvboost_rag.config import Repair, Reuse, check_reuse, resolve_repair
 from kvboost_rag.engine.context import FILLER_TOKENS, canonical_context, head_context
+from kvboost_rag.engine.cost import CostModel
 from kvboost_rag.engine.decode import CancelToken
 from kvboost_rag.engine.encode import ChunkEncoder
 from kvboost_rag.engine.engine import Engine
@@ -58,6 +59,8 @@ class KVBoost:
             failed: ``"warn"`` (log, once), ``"repair"`` (answer with ``"faithful"`` if that one passed, else by full
             prefill), ``"full"`` (full prefill), ``"ignore"``. Each but the last also logs once that reuse which nobody
             verified is used.
+        cost_model: recompute a request whose reuse would take longer, by what this machine was measured to do; the
+            report says so. Such an answer is exact, so that an answer can change once the machine is known.
 
     Raises:
         UnsupportedModelError: reuse is asked for and not proved for this architecture.
@@ -82,6 +85,7 @@ class KVBoost:
         keep_text: bool = False,
         compression: str | None = None,
         on_low_fidelity: OnLowFidelity = "warn",
+        cost_model: bool = False,
         name: str = "",
     ) -> None:
         self.reuse: Reuse = check_reuse(reuse)
@@ -104,7 +108,12 @@ class KVBoost:
         self._salt = salt
         self._encoder = self.encoder()
         self.engine = Engine(
-            self.adapter, self.tokens, self._encoder, prefix_bytes=prefix_bytes, on_low_fidelity=on_low_fidelity
+            self.adapter,
+            self.tokens,
+            self._encoder,
+            prefix_bytes=prefix_bytes,
+            on_low_fidelity=on_low_fidelity,
+            costs=CostModel(self.adapter, self.store) if cost_model and supported else None,
         )
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvboost")
 
@@ -288,12 +297,14 @@ class KVBoost:
     # -- state -------------------------------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, object]:
-        """The store's counters, what the prefix cache holds, and what was streamed (None: nothing is)."""
+        """The store's counters, what the prefix cache holds, and what was streamed and what reuse costs here (None:
+        nothing is, there is no ``cost_model``)."""
         prefixes = self.engine.prefixes
         held = {"entries": len(prefixes), "bytes": prefixes.nbytes, "limit_bytes": prefixes.limit_bytes}
         streamer = streamer_of(self.model)
         streaming = streamer.stats.as_dict() if streamer else None
-        return {"store": self.store.stats().as_dict(), "prefixes": held, "streaming": streaming}
+        cost = self.engine.costs.as_dict() if self.engine.costs else None
+        return {"store": self.store.stats().as_dict(), "prefixes": held, "streaming": streaming, "cost": cost}
 
     def forget(self) -> None:
         """Let go of held prefixes (conversations); the store stays."""

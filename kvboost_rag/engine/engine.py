@@ -10,6 +10,7 @@ import torch
 
 from kvboost_rag.chunk import Prompt, Segment
 from kvboost_rag.config import Repair
+from kvboost_rag.engine.cost import CostModel
 from kvboost_rag.engine.decode import Step, cached_step, token_loop
 from kvboost_rag.engine.encode import ChunkEncoder
 from kvboost_rag.engine.guard import FidelityGuard, OnLowFidelity
@@ -51,6 +52,7 @@ class Engine:
         *,
         prefix_bytes: int,
         on_low_fidelity: OnLowFidelity = "ignore",
+        costs: CostModel | None = None,
     ) -> None:
         self.adapter = adapter
         self.tokens = tokens
@@ -63,6 +65,7 @@ class Engine:
         self.eos_ids = _eos_ids(adapter)
         self.verdicts = Verdicts(encoder)
         self.guard = FidelityGuard(self.verdicts, on_low_fidelity)
+        self.costs = costs
         self._warned: set[str] = set()
 
     def _tokens_of_key(self, key: str) -> tuple[int, ...] | None:
@@ -135,7 +138,7 @@ class Engine:
         if request.cancel.cancelled:  # while it waited in a queue
             yield Piece("", Result("", [], "cancelled", report))
             return
-        prompt, prepared, step = self._prepare(request, report, request.max_new_tokens)
+        prompt, prepared, step = self._prepare(request, report, request.max_new_tokens, self.costs)
         self.guard.note(request, report)
         sampler = Sampler(request.sampling, self.adapter.spec.device, list(request.logits_processors))
         detok = Detokenizer(self.adapter.tokenizer, request.stop)
@@ -172,6 +175,8 @@ class Engine:
         self._hold(request, prepared, ids, report)
         with report.stage("store"):
             report.stored_tokens = 0 if request.cancel.cancelled else self._store_missed(prepared)
+            if self.costs is not None and prepared.deal is not None and not request.cancel.cancelled:
+                self.costs.after(prompt, prepared.deal)
         report.total_s = perf_counter() - started
         yield Piece("", Result("".join(parts), ids, reason, report))
 
@@ -201,7 +206,9 @@ class Engine:
         report.total_s = perf_counter() - started
         return Score(ids, logprobs.cpu(), report, all_logits.cpu() if logits else None)
 
-    def _prepare(self, request: Request, report: Report, new_tokens: int) -> tuple[Prompt, Prepared, Step]:
+    def _prepare(
+        self, request: Request, report: Report, new_tokens: int, costs: CostModel | None = None
+    ) -> tuple[Prompt, Prepared, Step]:
         if request.reuse != "off":
             self.adapter.require_reuse()
         prompt, hit = self.segment(request, report)
@@ -210,7 +217,7 @@ class Engine:
         if not self.adapter.runs_own_cache(prompt.num_tokens + new_tokens):
             prepared, step = plain_prefill(self.adapter, prompt, report)
             return prompt, prepared, step
-        prepared = self.prefiller.prepare(prompt, hit, request.repair, prompt.num_tokens + new_tokens, report)
+        prepared = self.prefiller.prepare(prompt, hit, request.repair, prompt.num_tokens + new_tokens, report, costs)
         return prompt, prepared, cached_step(self.adapter, prepared.cache)
 
     def _check_length(self, prompt: int, new: int, request: Request) -> None:
@@ -282,10 +289,12 @@ class Engine:
         return prompt.text + self.tokens.prefix_text(answer)
 
     def _store_missed(self, prepared: Prepared) -> int:
-        """Encode and store the chunks that were missed, after the answer; returns their tokens."""
+        """Encode and store the chunks that were missed, after the answer; returns their tokens. Of those that were
+        recomputed because that was cheaper, the stored ones move to the nearest tier: it may be no more next time."""
         stored = 0
         seen: set[tuple[int, ...]] = set()
-        for segment in prepared.missed:
+        skipped = [s for s in prepared.skipped if not self._bring_near(self.prefiller.finder.key(s))]
+        for segment in [*prepared.missed, *skipped]:
             ids = segment.token_ids
             if segment.cut or ids in seen or len(ids) > self.encoder.max_chunk_tokens:
                 continue
@@ -295,6 +304,10 @@ class Engine:
                 self.encoder.register([(segment.text, block.key)])
                 stored += len(ids)
         return stored
+
+    def _bring_near(self, key: str) -> bool:
+        there = self.store.contains(key)
+        return there and (self.store.tier_of(key) == 0 or isinstance(self.store.get(key), Block))
 
 
 def _eos_ids(adapter: ModelAdapter) -> frozenset[int]:
