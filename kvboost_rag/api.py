@@ -20,6 +20,7 @@ from kvboost_rag.engine.engine import Engine
 from kvboost_rag.engine.guard import OnLowFidelity, check_mode
 from kvboost_rag.engine.request import PromptInput, Request
 from kvboost_rag.engine.result import Piece, Result, Score
+from kvboost_rag.engine.spot import SpotChecker, check_share
 from kvboost_rag.engine.tokens import SpanTokenizer
 from kvboost_rag.errors import UsageError
 from kvboost_rag.model.adapter import ModelAdapter
@@ -61,6 +62,8 @@ class KVBoost:
             verified is used.
         cost_model: recompute a request whose reuse would take longer, by what this machine was measured to do; the
             report says so. Such an answer is exact, so that an answer can change once the machine is known.
+        spot_check: about this share of the approximate answers (0.01: one in a hundred) is compared with full prefill
+            in idle time; :meth:`stats` has the figures.
 
     Raises:
         UnsupportedModelError: reuse is asked for and not proved for this architecture.
@@ -86,10 +89,12 @@ class KVBoost:
         compression: str | None = None,
         on_low_fidelity: OnLowFidelity = "warn",
         cost_model: bool = False,
+        spot_check: float = 0.0,
         name: str = "",
     ) -> None:
         self.reuse: Reuse = check_reuse(reuse)
         check_mode(on_low_fidelity)
+        share = check_share(spot_check)
         self.repair = resolve_repair(repair)
         self.adapter = ModelAdapter(model, tokenizer, name=name)
         if self.reuse != "off":
@@ -114,6 +119,7 @@ class KVBoost:
             prefix_bytes=prefix_bytes,
             on_low_fidelity=on_low_fidelity,
             costs=CostModel(self.adapter, self.store) if cost_model and supported else None,
+            spot=SpotChecker(self.adapter, share) if share and supported else None,
         )
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvboost")
 
@@ -297,21 +303,30 @@ class KVBoost:
     # -- state -------------------------------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, object]:
-        """The store's counters, what the prefix cache holds, and what was streamed and what reuse costs here (None:
-        nothing is, there is no ``cost_model``)."""
-        prefixes = self.engine.prefixes
-        held = {"entries": len(prefixes), "bytes": prefixes.nbytes, "limit_bytes": prefixes.limit_bytes}
+        """``store``: its counters; ``prefixes``: what is held of earlier requests; ``streaming``, ``cost``, ``spot``:
+        figures of streamed weights, ``cost_model`` and ``spot_check`` (None where there is none)."""
+        engine = self.engine
         streamer = streamer_of(self.model)
-        streaming = streamer.stats.as_dict() if streamer else None
-        cost = self.engine.costs.as_dict() if self.engine.costs else None
-        return {"store": self.store.stats().as_dict(), "prefixes": held, "streaming": streaming, "cost": cost}
+        return {
+            "store": self.store.stats().as_dict(),
+            "prefixes": {
+                "entries": len(engine.prefixes),
+                "bytes": engine.prefixes.nbytes,
+                "limit_bytes": engine.prefixes.limit_bytes,
+            },
+            "streaming": streamer.stats.as_dict() if streamer else None,
+            "cost": engine.costs.as_dict() if engine.costs else None,
+            "spot": engine.spot.stats() if engine.spot else None,
+        }
 
     def forget(self) -> None:
         """Let go of held prefixes (conversations); the store stays."""
         self.engine.prefixes.clear()
 
     def close(self) -> None:
-        """Release the store's handles and the worker thread. Safe to call twice."""
+        """Release the store's handles and the worker threads. Safe to call twice."""
+        if self.engine.spot is not None:
+            self.engine.spot.close()
         self._pool.shutdown(wait=True, cancel_futures=True)
         self.store.close()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from contextlib import nullcontext
 from time import perf_counter
 
 import torch
@@ -24,6 +25,7 @@ from kvboost_rag.engine.request import Request, is_token_ids
 from kvboost_rag.engine.result import Piece, Result, Score
 from kvboost_rag.engine.sample import Sampler
 from kvboost_rag.engine.segment import Segmenter
+from kvboost_rag.engine.spot import SpotChecker, Watch
 from kvboost_rag.engine.text import Detokenizer
 from kvboost_rag.engine.tokens import SpanTokenizer
 from kvboost_rag.engine.verdicts import Verdicts
@@ -53,6 +55,7 @@ class Engine:
         prefix_bytes: int,
         on_low_fidelity: OnLowFidelity = "ignore",
         costs: CostModel | None = None,
+        spot: SpotChecker | None = None,
     ) -> None:
         self.adapter = adapter
         self.tokens = tokens
@@ -66,6 +69,7 @@ class Engine:
         self.verdicts = Verdicts(encoder)
         self.guard = FidelityGuard(self.verdicts, on_low_fidelity)
         self.costs = costs
+        self.spot = spot
         self._warned: set[str] = set()
 
     def _tokens_of_key(self, key: str) -> tuple[int, ...] | None:
@@ -131,6 +135,10 @@ class Engine:
 
     def run(self, request: Request) -> Iterator[Piece]:
         """Answer ``request`` piece by piece; the last piece carries the result."""
+        with self.spot.request() if self.spot else nullcontext():
+            yield from self._run(request)
+
+    def _run(self, request: Request) -> Iterator[Piece]:
         started = perf_counter()
         request, changed = self.guard.admit(request)
         report = Report(reuse=request.reuse, repair=request.repair.label if request.reuse == "chunks" else "none")
@@ -140,6 +148,8 @@ class Engine:
             return
         prompt, prepared, step = self._prepare(request, report, request.max_new_tokens, self.costs)
         self.guard.note(request, report)
+        watch = self._watch(request, prompt, report)
+        step = watch.record(prepared.logits, step) if watch else step
         sampler = Sampler(request.sampling, self.adapter.spec.device, list(request.logits_processors))
         detok = Detokenizer(self.adapter.tokenizer, request.stop)
         ids: list[int] = []
@@ -177,8 +187,14 @@ class Engine:
             report.stored_tokens = 0 if request.cancel.cancelled else self._store_missed(prepared)
             if self.costs is not None and prepared.deal is not None and not request.cancel.cancelled:
                 self.costs.after(prompt, prepared.deal)
+        if watch and self.spot:
+            self.spot.offer(watch, ids)
         report.total_s = perf_counter() - started
         yield Piece("", Result("".join(parts), ids, reason, report))
+
+    def _watch(self, request: Request, prompt: Prompt, report: Report) -> Watch | None:
+        """What this answer is recorded in, if it is to be checked; exact answers need not be."""
+        return self.spot.watch(request, prompt) if self.spot and not report.exact else None
 
     def score(self, request: Request, continuation: str | list[int], *, logits: bool) -> Score:
         """Teacher-forced log-probabilities of ``continuation`` after the prompt; it never takes part in choosing
