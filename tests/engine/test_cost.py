@@ -19,9 +19,21 @@ from tests.tiny import tiny_model
 ALL_SIZES = [2.0 ** (i / STEPS) for i in range(16 * STEPS)]
 
 
+class Fixed(Curve):
+    """Learns nothing from what this machine happens to do now."""
+
+    def __init__(self, points: list[tuple[float, float]]) -> None:
+        super().__init__()
+        self._points = Curve(points)._points
+
+    def observe(self, size: float, seconds: float) -> bool:
+        return False
+
+    learn = observe
+
+
 def flat(seconds: float) -> Curve:
-    """Known at every size, so that nothing is learned from what this machine happens to do now."""
-    return Curve([(size, seconds) for size in ALL_SIZES])
+    return Fixed([(size, seconds) for size in ALL_SIZES])
 
 
 def set_costs(engine: KVBoost, *, forward: float, load: float, choose: float = 1e-9) -> CostModel:
@@ -93,7 +105,7 @@ def test_the_choice_of_tokens_counts_as_well() -> None:
 def test_a_linear_forward_lets_reuse_win_with_many_chunk_tokens_and_lose_with_few() -> None:
     engine = make()
     costs = set_costs(engine, forward=1.0, load=0.06)
-    costs.forward = Curve([(size, 0.001 * size) for size in ALL_SIZES])
+    costs.forward = Fixed([(size, 0.001 * size) for size in ALL_SIZES])
     assert [o for o, _ in outcomes(engine)] == ["hit"] * 4
     assert outcomes(engine, chat([DOCS[0][:30]]), chunks=[DOCS[0][:30]], repair="fast") == [("miss", CHEAPER)]
 
@@ -260,7 +272,7 @@ def test_a_full_forward_is_measured_after_an_answer_where_the_decision_hangs_on_
 
 def test_as_much_is_measured_as_is_sure_to_be_short(monkeypatch: Any) -> None:
     engine = make()
-    open_costs(engine, (90.0, 0.1))
+    open_costs(engine, (40.0, 0.0444))
     monkeypatch.setattr(cost_module, "PROBE_S", 0.25)
     ran = probes(engine, monkeypatch)
     n = engine.generate(chat(), max_new_tokens=1).report.prompt_tokens

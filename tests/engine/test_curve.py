@@ -45,12 +45,22 @@ def test_the_fastest_of_several_counts_and_stays() -> None:
     told = [curve.observe(100, seconds) for seconds in (3.0, 1.0, 2.0)]
     assert told == [False] * (SAMPLES - 1) + [True]
     assert curve.points == [(100, 1.0)]
-    assert not curve.observe(101, 0.5), "a size that is known stays as it is"
-    assert not curve.learn(100, 0.5)
+    for seconds in (5.0, 1.0, 0.9):
+        assert not curve.observe(101, seconds), "what is known stays as it is"
+        assert not curve.learn(100, seconds)
     assert curve.points == [(100, 1.0)]
     assert curve.knows(102)
     assert not curve.knows(130)
     assert not curve.knows(0)
+
+
+def test_what_was_measured_on_a_busy_machine_is_corrected() -> None:
+    curve = Curve([(100, 1.0)])
+    assert curve.observe(101, 0.5)
+    assert curve.points == [(101, 0.5)]
+    one, two = Curve([(100, 1.0), (200, 0.5)]), Curve([(100, 1.0), (200, 9.0)])
+    assert one.low(100) == one.high(100) == 0.5, "less work cannot take longer"
+    assert two.low(200) == two.high(200) == 2.0, "and twice the work no more than twice as long"
 
 
 @pytest.mark.parametrize(("size", "seconds"), [(0, 1), (-1, 1), (1, 0), (1, -1), (math.nan, 1), (1, math.inf)])
