@@ -26,7 +26,7 @@ from kvboost_rag.errors import UsageError
 from kvboost_rag.model.adapter import ModelAdapter
 from kvboost_rag.model.load import load_model
 from kvboost_rag.model.streaming.streamer import streamer_of
-from kvboost_rag.plan import Budget
+from kvboost_rag.plan import Budget, KVBudget, kv_budget
 from kvboost_rag.store.base import BlockStore
 from kvboost_rag.store.open import open_store
 from kvboost_rag.warmup import SourceChunk, WarmPlan, WarmProgress, WarmReport, plan, warm
@@ -54,7 +54,12 @@ class KVBoost:
         salt: tenant salt; the same text under another salt never hits.
         prefix_bytes: budget for KV of earlier requests (conversation turns, repeated prompts).
         memory_bytes, disk_bytes: budgets of the store's tiers.
+        tenant_bytes: most bytes of one tenant's blocks in a folder or in ``"memory"`` (see :func:`open_store`).
         keep_text: keep chunk texts in block headers (off: token ids alone).
+        kv_vram: memory of the device for requests' KV (``"2GiB"``, bytes, or a
+            :class:`~kvboost_rag.plan.KVBudget`): what goes beyond it spills to host memory, page by page, and is
+            attended to there, exactly. None: each request's KV is one buffer on the device.
+        kv_backend: stands in for the device (tests).
         compression: ``"none"``, ``"int8"`` or ``"int4"`` for what the store keeps; None: as the store's folder says.
         on_low_fidelity: what to do where the store's verdict on a request's policy (see :meth:`verify`) is that it
             failed: ``"warn"`` (log, once), ``"repair"`` (answer with ``"faithful"`` if that one passed, else by full
@@ -68,6 +73,7 @@ class KVBoost:
     Raises:
         UnsupportedModelError: reuse is asked for and not proved for this architecture.
         StoreError: the store cannot be opened.
+        CapacityError: ``kv_vram`` is too small (the smallest that works is named), or the device has less.
     """
 
     def __init__(
@@ -85,11 +91,14 @@ class KVBoost:
         prefix_bytes: int = DEFAULT_PREFIX_BYTES,
         memory_bytes: int | None = None,
         disk_bytes: int | None = None,
+        tenant_bytes: int | None = None,
         keep_text: bool = False,
         compression: str | None = None,
         on_low_fidelity: OnLowFidelity = "warn",
         cost_model: bool = False,
         spot_check: float = 0.0,
+        kv_vram: str | int | KVBudget | None = None,
+        kv_backend: Any = None,
         name: str = "",
     ) -> None:
         self.reuse: Reuse = check_reuse(reuse)
@@ -99,12 +108,15 @@ class KVBoost:
         self.adapter = ModelAdapter(model, tokenizer, name=name)
         if self.reuse != "off":
             self.adapter.require_reuse()
+        if kv_vram is not None:
+            self.adapter.page_kv(kv_budget(kv_vram), kv_backend)
         self.tokens = SpanTokenizer(tokenizer)
         supported = self.adapter.support.ok
         self.store = open_store(
             store if supported else None,
             memory_bytes=memory_bytes,
             limit_bytes=disk_bytes,
+            tenant_bytes=tenant_bytes,
             keep_text=keep_text,
             compression=compression,
         )
@@ -148,10 +160,14 @@ class KVBoost:
             ModelNotFoundError, CheckpointError, UnsupportedModelError, UnknownOptionError, StoreError.
             CapacityError: the model does not fit, or ``vram`` is too small (the smallest that works is named).
         """
-        held = (0, 0)
+        held, kv = (0, 0), options.get("kv_vram")
         if vram is not None:
             context = options.get("filler_tokens", FILLER_TOKENS) + 64 if options.get("reuse") != "off" else 0
-            held = (options.setdefault("prefix_bytes", 0), context)
+            # Held pages move to host memory when the device needs theirs; held buffers stay where they are.
+            held = (0 if kv is not None else options.setdefault("prefix_bytes", 0), context)
+        if kv is not None:
+            options["kv_vram"] = kv_budget(kv)
+            options.setdefault("kv_backend", backend)
         loaded = load_model(
             name,
             dtype=dtype,
@@ -161,6 +177,7 @@ class KVBoost:
             vram=vram,
             backend=backend,
             held=held,
+            kv=None if kv is None else kv_budget(kv).nbytes,
         )
         return cls(loaded.model, loaded.tokenizer, store=store, name=loaded.name, **options)
 
@@ -302,19 +319,19 @@ class KVBoost:
 
     # -- state -------------------------------------------------------------------------------------------------------
 
-    def stats(self) -> dict[str, object]:
-        """``store``: its counters; ``prefixes``: what is held of earlier requests; ``streaming``, ``cost``, ``spot``:
-        figures of streamed weights, ``cost_model`` and ``spot_check`` (None where there is none)."""
-        engine = self.engine
-        streamer = streamer_of(self.model)
+    def stats(self, *, sizes: bool = True) -> dict[str, object]:
+        """The store's counters, what the requests came to, what the prefix cache holds; what was streamed, what was
+        paged, and figures of ``cost_model`` and ``spot_check`` (None: there is none). Without ``sizes``, a server's
+        blocks are not counted: for being asked every few seconds."""
+        engine, pages, streamer = self.engine, self.adapter.pages, streamer_of(self.model)
+        prefixes = engine.prefixes
+        store = self.store.stats() if sizes else self.store.quick_stats()
         return {
-            "store": self.store.stats().as_dict(),
-            "prefixes": {
-                "entries": len(engine.prefixes),
-                "bytes": engine.prefixes.nbytes,
-                "limit_bytes": engine.prefixes.limit_bytes,
-            },
+            "store": store.as_dict(),
+            "requests": engine.totals.as_dict(),
+            "prefixes": {"entries": len(prefixes), "bytes": prefixes.nbytes, "limit_bytes": prefixes.limit_bytes},
             "streaming": streamer.stats.as_dict() if streamer else None,
+            "paged": pages.snapshot().as_dict() if pages is not None else None,
             "cost": engine.costs.as_dict() if engine.costs else None,
             "spot": engine.spot.stats() if engine.spot else None,
         }

@@ -65,7 +65,7 @@ class CostModel:
         self.load: dict[int, Curve] = {}  # tier → by tokens
         self.choose: dict[str, Curve] = {}  # recipe → by rows
         self.requests = self.recomputed = 0
-        self._name = machine_name(adapter)
+        self._name = machine_name(adapter, store)
         self._lock = threading.RLock()
         self._changed = False
         self._take(store.get_meta(self._name))
@@ -230,11 +230,19 @@ def _scored_rows(prompt: Prompt, done: int, context: int, repair: Repair) -> int
     return context and question * bool(repair.query) + prompt.num_tokens * bool(repair.blend)
 
 
-def machine_name(adapter: ModelAdapter) -> str:
-    """The manifest entry of this model on this kind of machine; no host name in it."""
+def machine_name(adapter: ModelAdapter, store: BlockStore) -> str:
+    """The manifest entry of this model and these tiers on this kind of machine; no host name in it."""
     device = adapter.spec.device
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    parts = (_cpu_name(), where, str(torch.get_num_threads()), str(adapter.spec.dtype), adapter.fingerprint.digest)
+    tiers = ",".join(type(tier).__name__ for tier in getattr(store, "tiers", [store]))
+    parts = (
+        _cpu_name(),
+        where,
+        str(torch.get_num_threads()),
+        str(adapter.spec.dtype),
+        adapter.fingerprint.digest,
+        tiers,
+    )
     return "cost:" + digest_fields(part.encode() for part in parts)
 
 

@@ -15,6 +15,7 @@ from kvboost_rag.engine.cost import CostModel
 from kvboost_rag.engine.decode import Step, cached_step, token_loop
 from kvboost_rag.engine.encode import ChunkEncoder
 from kvboost_rag.engine.guard import FidelityGuard, OnLowFidelity
+from kvboost_rag.engine.leave import store_missed
 from kvboost_rag.engine.lookup import BlockFinder
 from kvboost_rag.engine.plain import plain_prefill
 from kvboost_rag.engine.prefill import Prefiller, Prepared
@@ -28,6 +29,7 @@ from kvboost_rag.engine.segment import Segmenter
 from kvboost_rag.engine.spot import SpotChecker, Watch
 from kvboost_rag.engine.text import Detokenizer
 from kvboost_rag.engine.tokens import SpanTokenizer
+from kvboost_rag.engine.totals import Totals
 from kvboost_rag.engine.verdicts import Verdicts
 from kvboost_rag.errors import ContextLengthError, EmptyPromptError, UsageError
 from kvboost_rag.kv.block import Block
@@ -63,6 +65,7 @@ class Engine:
         self.store: BlockStore = encoder.store
         self.salt = encoder.salt
         self.prefixes = PrefixCache(prefix_bytes)
+        self.totals = Totals()
         self.segmenter = Segmenter(tokens, self.store.anchors, self._tokens_of_key, self.salt)
         self.prefiller = Prefiller(adapter, BlockFinder(encoder, self.store))
         self.eos_ids = _eos_ids(adapter)
@@ -148,6 +151,7 @@ class Engine:
             return
         prompt, prepared, step = self._prepare(request, report, request.max_new_tokens, self.costs)
         self.guard.note(request, report)
+        self.totals.prefilled(report)
         watch = self._watch(request, prompt, report)
         step = watch.record(prepared.logits, step) if watch else step
         sampler = Sampler(request.sampling, self.adapter.spec.device, list(request.logits_processors))
@@ -182,14 +186,16 @@ class Engine:
         finished = ended or detok.stopped
         reason = "stop" if finished else "cancelled" if request.cancel.cancelled else "length"
         report.new_tokens = len(ids)
+        report.note_cache(prepared.cache.counts())
         self._hold(request, prepared, ids, report)
         with report.stage("store"):
-            report.stored_tokens = 0 if request.cancel.cancelled else self._store_missed(prepared)
+            report.stored_tokens = 0 if request.cancel.cancelled else store_missed(self.prefiller.finder, prepared)
             if self.costs is not None and prepared.deal is not None and not request.cancel.cancelled:
                 self.costs.after(prompt, prepared.deal)
         if watch and self.spot:
             self.spot.offer(watch, ids)
         report.total_s = perf_counter() - started
+        self.totals.answered(report, reason)
         yield Piece("", Result("".join(parts), ids, reason, report))
 
     def _watch(self, request: Request, prompt: Prompt, report: Report) -> Watch | None:
@@ -206,6 +212,7 @@ class Engine:
         self._checked(ids)
         report = Report(reuse=request.reuse, repair=request.repair.label if request.reuse == "chunks" else "none")
         prompt, prepared, step = self._prepare(request, report, len(ids))
+        self.totals.prefilled(report)
         report.ttft_s = perf_counter() - started
         rows = [prepared.logits]
         if prepared.plain_cache is not None:  # the model's own cache takes one token at a time
@@ -219,6 +226,7 @@ class Engine:
             )
         all_logits = torch.cat(rows).float()
         logprobs = all_logits.log_softmax(-1).gather(1, torch.tensor(ids, device=all_logits.device)[:, None])[:, 0]
+        report.note_cache(prepared.cache.counts())
         report.total_s = perf_counter() - started
         return Score(ids, logprobs.cpu(), report, all_logits.cpu() if logits else None)
 
@@ -294,7 +302,7 @@ class Engine:
                 segments=segments,
                 token_ids=kv_tokens,
                 exact_tokens=exact,
-                kv=prepared.cache.kv,
+                kv=prepared.cache.held(),
             )
         )
 
@@ -303,27 +311,6 @@ class Engine:
         if not prompt.text:
             return ""
         return prompt.text + self.tokens.prefix_text(answer)
-
-    def _store_missed(self, prepared: Prepared) -> int:
-        """Encode and store the chunks that were missed, after the answer; returns their tokens. Of those that were
-        recomputed because that was cheaper, the stored ones move to the nearest tier: it may be no more next time."""
-        stored = 0
-        seen: set[tuple[int, ...]] = set()
-        skipped = [s for s in prepared.skipped if not self._bring_near(self.prefiller.finder.key(s))]
-        for segment in [*prepared.missed, *skipped]:
-            ids = segment.token_ids
-            if segment.cut or ids in seen or len(ids) > self.encoder.max_chunk_tokens:
-                continue
-            seen.add(ids)
-            block = self.encoder.encode([ids], texts=[segment.text])[0]
-            if self.store.put(block):
-                self.encoder.register([(segment.text, block.key)])
-                stored += len(ids)
-        return stored
-
-    def _bring_near(self, key: str) -> bool:
-        there = self.store.contains(key)
-        return there and (self.store.tier_of(key) == 0 or isinstance(self.store.get(key), Block))
 
 
 def _eos_ids(adapter: ModelAdapter) -> frozenset[int]:

@@ -211,16 +211,17 @@ def test_a_new_process_measures_nothing_again_and_another_machine_does(tmp_path:
 
 def test_the_name_of_a_machine_holds_no_host_name(monkeypatch: Any) -> None:
     engine = make_engine()
-    name = machine_name(engine.adapter)
+    name = machine_name(engine.adapter, engine.store)
     monkeypatch.setattr("socket.gethostname", lambda: "elsewhere")
     monkeypatch.setattr("platform.node", lambda: "elsewhere")
-    assert machine_name(engine.adapter) == name
+    assert machine_name(engine.adapter, engine.store) == name
+    assert machine_name(engine.adapter, TieredStore([engine.store, MemoryStore()])) != name
 
 
 @pytest.mark.parametrize("value", [b"{", b"[]", b'{"forward": 3}', b'{"load": {"x": [[1, 2]]}}', b'{"forward": [[1]]}'])
 def test_an_unreadable_entry_is_measured_again(value: bytes) -> None:
     store = MemoryStore()
-    store.set_meta(machine_name(make_engine().adapter), value)
+    store.set_meta(machine_name(make_engine().adapter, store), value)
     engine = make_engine(store=store, cost_model=True)
     assert learned(engine) == {"forward": [], "load": {}, "choose": {}}
     engine.warm(DOCS)
