@@ -13,12 +13,14 @@ import torch
 from kvboost_rag.aio import iterate
 from kvboost_rag.config import Repair, Reuse, check_reuse, resolve_repair
 from kvboost_rag.engine.context import FILLER_TOKENS, canonical_context, head_context
+from kvboost_rag.engine.cost import CostModel
 from kvboost_rag.engine.decode import CancelToken
 from kvboost_rag.engine.encode import ChunkEncoder
 from kvboost_rag.engine.engine import Engine
 from kvboost_rag.engine.guard import OnLowFidelity, check_mode
 from kvboost_rag.engine.request import PromptInput, Request
 from kvboost_rag.engine.result import Piece, Result, Score
+from kvboost_rag.engine.spot import SpotChecker, check_share
 from kvboost_rag.engine.tokens import SpanTokenizer
 from kvboost_rag.errors import UsageError
 from kvboost_rag.model.adapter import ModelAdapter
@@ -63,6 +65,10 @@ class KVBoost:
             failed: ``"warn"`` (log, once), ``"repair"`` (answer with ``"faithful"`` if that one passed, else by full
             prefill), ``"full"`` (full prefill), ``"ignore"``. Each but the last also logs once that reuse which nobody
             verified is used.
+        cost_model: recompute a request whose reuse would take longer, by what this machine was measured to do; the
+            report says so. Such an answer is exact, so that an answer can change once the machine is known.
+        spot_check: about this share of the approximate answers (0.01: one in a hundred) is compared with full prefill
+            in idle time; :meth:`stats` has the figures.
 
     Raises:
         UnsupportedModelError: reuse is asked for and not proved for this architecture.
@@ -89,12 +95,15 @@ class KVBoost:
         keep_text: bool = False,
         compression: str | None = None,
         on_low_fidelity: OnLowFidelity = "warn",
+        cost_model: bool = False,
+        spot_check: float = 0.0,
         kv_vram: str | int | KVBudget | None = None,
         kv_backend: Any = None,
         name: str = "",
     ) -> None:
         self.reuse: Reuse = check_reuse(reuse)
         check_mode(on_low_fidelity)
+        share = check_share(spot_check)
         self.repair = resolve_repair(repair)
         self.adapter = ModelAdapter(model, tokenizer, name=name)
         if self.reuse != "off":
@@ -116,7 +125,13 @@ class KVBoost:
         self._salt = salt
         self._encoder = self.encoder()
         self.engine = Engine(
-            self.adapter, self.tokens, self._encoder, prefix_bytes=prefix_bytes, on_low_fidelity=on_low_fidelity
+            self.adapter,
+            self.tokens,
+            self._encoder,
+            prefix_bytes=prefix_bytes,
+            on_low_fidelity=on_low_fidelity,
+            costs=CostModel(self.adapter, self.store) if cost_model and supported else None,
+            spot=SpotChecker(self.adapter, share) if share and supported else None,
         )
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvboost")
 
@@ -305,21 +320,20 @@ class KVBoost:
     # -- state -------------------------------------------------------------------------------------------------------
 
     def stats(self, *, sizes: bool = True) -> dict[str, object]:
-        """The store's counters, what the requests came to, what the prefix cache holds, what was streamed and what was
-        paged (None: nothing is). Without ``sizes``, a server's blocks are not counted: for being asked every few
-        seconds."""
-        prefixes = self.engine.prefixes
-        held = {"entries": len(prefixes), "bytes": prefixes.nbytes, "limit_bytes": prefixes.limit_bytes}
-        streamer = streamer_of(self.model)
-        streaming = streamer.stats.as_dict() if streamer else None
-        pages = self.adapter.pages
+        """The store's counters, what the requests came to, what the prefix cache holds; what was streamed, what was
+        paged, and figures of ``cost_model`` and ``spot_check`` (None: there is none). Without ``sizes``, a server's
+        blocks are not counted: for being asked every few seconds."""
+        engine, pages, streamer = self.engine, self.adapter.pages, streamer_of(self.model)
+        prefixes = engine.prefixes
         store = self.store.stats() if sizes else self.store.quick_stats()
         return {
             "store": store.as_dict(),
-            "requests": self.engine.totals.as_dict(),
-            "prefixes": held,
-            "streaming": streaming,
+            "requests": engine.totals.as_dict(),
+            "prefixes": {"entries": len(prefixes), "bytes": prefixes.nbytes, "limit_bytes": prefixes.limit_bytes},
+            "streaming": streamer.stats.as_dict() if streamer else None,
             "paged": pages.snapshot().as_dict() if pages is not None else None,
+            "cost": engine.costs.as_dict() if engine.costs else None,
+            "spot": engine.spot.stats() if engine.spot else None,
         }
 
     def forget(self) -> None:
@@ -327,7 +341,9 @@ class KVBoost:
         self.engine.prefixes.clear()
 
     def close(self) -> None:
-        """Release the store's handles and the worker thread. Safe to call twice."""
+        """Release the store's handles and the worker threads. Safe to call twice."""
+        if self.engine.spot is not None:
+            self.engine.spot.close()
         self._pool.shutdown(wait=True, cancel_futures=True)
         self.store.close()
 

@@ -117,6 +117,11 @@ class BlockStore(ABC):
     def contains(self, key: str) -> bool:
         """Whether ``key`` is probably here. Cheap, reads no tensor, and no proof: :meth:`get` may still miss."""
 
+    def tier_of(self, key: str) -> int:
+        """The number of the tier that a look-up of ``key`` would probably be served from, the nearest is 0. Cheap: the
+        last tier is not asked, so it also stands for "nowhere"."""
+        return 0
+
     @abstractmethod
     def delete(self, key: str) -> bool:
         """Forget ``key``. True if it was here."""

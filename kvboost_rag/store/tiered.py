@@ -81,6 +81,10 @@ class TieredStore(BlockStore):
     def contains(self, key: str) -> bool:
         return any(tier.contains(key) for tier in self.tiers)
 
+    def tier_of(self, key: str) -> int:
+        near = (depth for depth, tier in enumerate(self.tiers[:-1]) if tier.contains(key))
+        return next(near, len(self.tiers) - 1)
+
     def delete(self, key: str) -> bool:
         return any([tier.delete(key) for tier in self.tiers])
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from kvboost_rag.config import Repair, resolve_repair
+from kvboost_rag.engine.divergence import divergence
 from kvboost_rag.engine.engine import Engine
 from kvboost_rag.engine.report import Report
 from kvboost_rag.engine.request import Request
@@ -166,12 +167,6 @@ class _Pair:
         decode = self.engine.tokens.decode
         other = "" if int(ours[index]) == ids[index] else decode([int(ours[index])])
         return TokenCheck(decode([ids[index]]), round(float(kl[index]), 6), other)
-
-
-def divergence(full: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """``KL(full ‖ other)`` per row in nats; logits ``[n, vocab]`` both, result ``[n]``."""
-    p, q = full.double().log_softmax(-1), other.double().log_softmax(-1)
-    return (p.exp() * (p - q)).sum(-1).clamp_min(0.0)
 
 
 def _last(engine: Engine, request: Request) -> Result:
