@@ -72,7 +72,7 @@ class AttentionScores:
     def add(
         self, layer: int, query: torch.Tensor, parts: Iterable[LayerStretch], scaling: float, lse: torch.Tensor
     ) -> None:
-        """:meth:`observe` over keys that come in parts, once the rows' log-sum-exp ``lse [Hkv, G, q]`` over all is known."""
+        """:meth:`observe` over keys that come in parts, given the rows' log-sum-exp ``lse [Hkv, G, q]`` over all."""
         if layer < self.first_layer:
             return
         _, heads, rows, dim = query.shape
