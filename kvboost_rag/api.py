@@ -13,11 +13,14 @@ import torch
 from kvboost_rag.aio import iterate
 from kvboost_rag.config import Repair, Reuse, check_reuse, resolve_repair
 from kvboost_rag.engine.context import FILLER_TOKENS, canonical_context, head_context
+from kvboost_rag.engine.cost import CostModel
 from kvboost_rag.engine.decode import CancelToken
 from kvboost_rag.engine.encode import ChunkEncoder
 from kvboost_rag.engine.engine import Engine
+from kvboost_rag.engine.guard import OnLowFidelity, check_mode
 from kvboost_rag.engine.request import PromptInput, Request
 from kvboost_rag.engine.result import Piece, Result, Score
+from kvboost_rag.engine.spot import SpotChecker, check_share
 from kvboost_rag.engine.tokens import SpanTokenizer
 from kvboost_rag.errors import UsageError
 from kvboost_rag.model.adapter import ModelAdapter
@@ -51,6 +54,7 @@ class KVBoost:
         salt: tenant salt; the same text under another salt never hits.
         prefix_bytes: budget for KV of earlier requests (conversation turns, repeated prompts).
         memory_bytes, disk_bytes: budgets of the store's tiers.
+        tenant_bytes: most bytes of one tenant's blocks in a folder or in ``"memory"`` (see :func:`open_store`).
         keep_text: keep chunk texts in block headers (off: token ids alone).
         attn: kernel of plainly causal attention: ``"auto"`` (what works here), ``"flash-attn"``, ``"varlen"`` (torch's
             own) or ``"sdpa"``; ``stats()["attention"]`` says which it is and why. Masked rows go through SDPA always.
@@ -59,6 +63,14 @@ class KVBoost:
             attended to there, exactly. None: each request's KV is one buffer on the device.
         kv_backend: stands in for the device (tests).
         compression: ``"none"``, ``"int8"`` or ``"int4"`` for what the store keeps; None: as the store's folder says.
+        on_low_fidelity: what to do where the store's verdict on a request's policy (see :meth:`verify`) is that it
+            failed: ``"warn"`` (log, once), ``"repair"`` (answer with ``"faithful"`` if that one passed, else by full
+            prefill), ``"full"`` (full prefill), ``"ignore"``. Each but the last also logs once that reuse which nobody
+            verified is used.
+        cost_model: recompute a request whose reuse would take longer, by what this machine was measured to do; the
+            report says so. Such an answer is exact, so that an answer can change once the machine is known.
+        spot_check: about this share of the approximate answers (0.01: one in a hundred) is compared with full prefill
+            in idle time; :meth:`stats` has the figures.
 
     Raises:
         UnsupportedModelError: reuse is asked for and not proved for this architecture.
@@ -81,14 +93,20 @@ class KVBoost:
         prefix_bytes: int = DEFAULT_PREFIX_BYTES,
         memory_bytes: int | None = None,
         disk_bytes: int | None = None,
+        tenant_bytes: int | None = None,
         keep_text: bool = False,
         compression: str | None = None,
         attn: str = "auto",
+        on_low_fidelity: OnLowFidelity = "warn",
+        cost_model: bool = False,
+        spot_check: float = 0.0,
         kv_vram: str | int | KVBudget | None = None,
         kv_backend: Any = None,
         name: str = "",
     ) -> None:
         self.reuse: Reuse = check_reuse(reuse)
+        check_mode(on_low_fidelity)
+        share = check_share(spot_check)
         self.repair = resolve_repair(repair)
         self.adapter = ModelAdapter(model, tokenizer, name=name)
         if self.reuse != "off":
@@ -102,6 +120,7 @@ class KVBoost:
             store if supported else None,
             memory_bytes=memory_bytes,
             limit_bytes=disk_bytes,
+            tenant_bytes=tenant_bytes,
             keep_text=keep_text,
             compression=compression,
         )
@@ -109,7 +128,15 @@ class KVBoost:
         self._keep_text = keep_text
         self._salt = salt
         self._encoder = self.encoder()
-        self.engine = Engine(self.adapter, self.tokens, self._encoder, prefix_bytes=prefix_bytes)
+        self.engine = Engine(
+            self.adapter,
+            self.tokens,
+            self._encoder,
+            prefix_bytes=prefix_bytes,
+            on_low_fidelity=on_low_fidelity,
+            costs=CostModel(self.adapter, self.store) if cost_model and supported else None,
+            spot=SpotChecker(self.adapter, share) if share and supported else None,
+        )
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvboost")
 
     @classmethod
@@ -287,7 +314,8 @@ class KVBoost:
 
         Items are mappings with ``question`` and ``passages``, or ``messages`` (or ``prompt``) and ``chunks``. Options:
         ``policy`` (default: this engine's repair), ``max_new_tokens`` (32), ``max_kl`` (0.1), ``min_agreement`` (0.9),
-        ``progress``. See :func:`kvboost_rag.verify.verify`.
+        ``progress``, ``keep`` (True: the verdict is kept in the store, see ``on_low_fidelity``). See
+        :func:`kvboost_rag.verify.verify`.
         """
         from kvboost_rag.verify import verify
 
@@ -295,24 +323,32 @@ class KVBoost:
 
     # -- state -------------------------------------------------------------------------------------------------------
 
-    def stats(self) -> dict[str, object]:
-        """The store's counters, what the prefix cache holds, what was streamed and what was paged (None: nothing)."""
-        prefixes = self.engine.prefixes
-        held = {"entries": len(prefixes), "bytes": prefixes.nbytes, "limit_bytes": prefixes.limit_bytes}
-        streamer = streamer_of(self.model)
-        streaming = streamer.stats.as_dict() if streamer else None
-        pages = self.adapter.pages
-        paged = pages.snapshot().as_dict() if pages is not None else None
-        attention = {"kernel": self.adapter.kernel.name, "reason": self.adapter.kernel.reason}
-        own = {"prefixes": held, "streaming": streaming, "paged": paged, "attention": attention}
-        return {"store": self.store.stats().as_dict(), **own}
+    def stats(self, *, sizes: bool = True) -> dict[str, object]:
+        """The store's counters, what the requests came to, what the prefix cache holds; what was streamed, what was
+        paged, and figures of ``cost_model`` and ``spot_check`` (None: there is none). Without ``sizes``, a server's
+        blocks are not counted: for being asked every few seconds."""
+        engine, pages, streamer = self.engine, self.adapter.pages, streamer_of(self.model)
+        prefixes = engine.prefixes
+        store = self.store.stats() if sizes else self.store.quick_stats()
+        return {
+            "store": store.as_dict(),
+            "requests": engine.totals.as_dict(),
+            "prefixes": {"entries": len(prefixes), "bytes": prefixes.nbytes, "limit_bytes": prefixes.limit_bytes},
+            "streaming": streamer.stats.as_dict() if streamer else None,
+            "paged": pages.snapshot().as_dict() if pages is not None else None,
+            "attention": {"kernel": self.adapter.kernel.name, "reason": self.adapter.kernel.reason},
+            "cost": engine.costs.as_dict() if engine.costs else None,
+            "spot": engine.spot.stats() if engine.spot else None,
+        }
 
     def forget(self) -> None:
         """Let go of held prefixes (conversations); the store stays."""
         self.engine.prefixes.clear()
 
     def close(self) -> None:
-        """Release the store's handles and the worker thread. Safe to call twice."""
+        """Release the store's handles and the worker threads. Safe to call twice."""
+        if self.engine.spot is not None:
+            self.engine.spot.close()
         self._pool.shutdown(wait=True, cancel_futures=True)
         self.store.close()
 

@@ -10,6 +10,7 @@ import torch
 from kvboost_rag.chunk import Prompt, Segment
 from kvboost_rag.config import Repair
 from kvboost_rag.engine.compose import lay_block, lay_prefix
+from kvboost_rag.engine.cost import CHEAPER, CostModel, Deal, settled
 from kvboost_rag.engine.lookup import BlockFinder, Found
 from kvboost_rag.engine.prefix import PrefixHit
 from kvboost_rag.engine.repair import (
@@ -36,6 +37,8 @@ class Prepared:
     logits: torch.Tensor
     exact_tokens: int  # leading positions whose KV equals a full prefill
     missed: list[Segment] = field(default_factory=list)
+    skipped: list[Segment] = field(default_factory=list)  # not looked up: recomputing is cheaper
+    deal: Deal | None = None  # what a cost model thought of it
     plain_cache: Any = None  # the model's own cache, where ours cannot serve
 
 
@@ -46,28 +49,43 @@ class Prefiller:
         self.adapter = adapter
         self.finder = finder
 
-    def prepare(self, prompt: Prompt, hit: PrefixHit | None, repair: Repair, capacity: int, report: Report) -> Prepared:
-        """Compose, repair and forward. ``capacity`` counts prompt and new tokens."""
+    def prepare(
+        self,
+        prompt: Prompt,
+        hit: PrefixHit | None,
+        repair: Repair,
+        capacity: int,
+        report: Report,
+        costs: CostModel | None = None,
+    ) -> Prepared:
+        """Compose, repair and forward. ``capacity`` counts prompt and new tokens. ``costs`` may decide against reuse,
+        and learns from what it sees."""
         cache = self.adapter.new_cache(capacity)
         cache.extend(prompt.num_tokens)
         ids = torch.tensor(prompt.token_ids, device=self.adapter.spec.device)
         done = self._lay_prefix(cache, prompt, hit, report)
         rest = [s for s in prompt.segments if s.end > done]
         with report.stage("lookup"):
-            found = self._find(prompt, done)
-        with report.stage("compose"):
+            deal = self._weigh(costs, prompt, done, repair)
+            found = self._find(prompt, done, deal)
+        with report.stage("compose"), settled(costs):
             for f in found:
                 if f.block is not None:
                     lay_block(cache, f, self.adapter.rope)
         spans = [ReusedSpan(f.segment.start, f.segment.end, f.exact) for f in found if f.block is not None]
         repaired = self._choose(prompt, cache, ids, done, spans, repair, report)
         self._note_chunks(prompt, done, found, set(repaired), report)
-        with report.stage("forward"):
+        with report.stage("forward"), settled(costs):
             logits = self._forward(cache, ids, done, spans, repaired, repair)
+        if costs is not None and deal is not None:
+            rows = cache.rows - cache.scoring_rows
+            costs.observe(deal, rows, len(spans), len(found) - len(spans), report.stages)
         exact = _exact_tokens(rest, done, hit, found, repair, prompt.num_tokens)
         reused = sum(s.end - s.start for s in spans) - len({*repaired, *_last_in(spans, prompt.num_tokens - 1)})
         self._note_counts(report, prompt, cache, done, reused, repaired, exact)
-        return Prepared(prompt, cache, logits, exact, [f.segment for f in found if f.block is None])
+        missed = [f.segment for f in found if f.block is None]
+        skipped = deal is not None and deal.skip
+        return Prepared(prompt, cache, logits, exact, [] if skipped else missed, missed if skipped else [], deal=deal)
 
     def _lay_prefix(self, cache: KVCache, prompt: Prompt, hit: PrefixHit | None, report: Report) -> int:
         if hit is None:
@@ -77,7 +95,15 @@ class Prefiller:
         report.prefix_tokens, report.prefix_exact = hit.num_tokens, hit.exact
         return hit.num_tokens
 
-    def _find(self, prompt: Prompt, done: int) -> list[Found]:
+    def _weigh(self, costs: CostModel | None, prompt: Prompt, done: int, repair: Repair) -> Deal | None:
+        if costs is None:
+            return None
+        chunks = [s for s in prompt.chunks if s.start >= done]
+        return costs.weigh(prompt, done, [(s, self.finder.key(s)) for s in chunks], repair)
+
+    def _find(self, prompt: Prompt, done: int, deal: Deal | None) -> list[Found]:
+        if deal is not None and deal.skip:
+            return [Found(s, None, False, CHEAPER) for s in prompt.chunks if s.start >= done]
         if not any(s.kind == "chunk" and s.end > done for s in prompt.segments):
             return []
         return self.finder.find(prompt.segments, prompt.token_ids, done)

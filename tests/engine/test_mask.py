@@ -39,33 +39,31 @@ def test_repaired_rows_do_not_see_the_future(family: str) -> None:
     assert future_leak(make_engine(family)) < 1e-5
 
 
-def _bottom_right(self: RowsPlan, index: int, like: torch.Tensor) -> torch.Tensor:
+def _bottom_right(self: RowsPlan, index: int, device: torch.device) -> torch.Tensor:
     """The released code's mask: row i of q sees keys up to N - q + i, whatever its position."""
     a, b, end = self.tiles[index]
     limit = torch.arange(a, b) + self.kv_length - self.num_rows
-    hidden = torch.arange(end)[None] > limit[:, None]
-    return torch.zeros(b - a, end).masked_fill_(hidden, float("-inf"))
+    return torch.arange(end)[None] > limit[:, None]
 
 
-def _no_mask(self: RowsPlan, index: int, like: torch.Tensor) -> torch.Tensor:
+def _no_mask(self: RowsPlan, index: int, device: torch.device) -> torch.Tensor:
     a, b, end = self.tiles[index]
-    return torch.zeros(b - a, end)
+    return torch.zeros(b - a, end, dtype=torch.bool)
 
 
 @pytest.mark.parametrize("leaking", [_bottom_right, _no_mask])
 def test_a_leaking_mask_is_caught(monkeypatch: pytest.MonkeyPatch, leaking: Callable[..., torch.Tensor]) -> None:
     engine = make_engine()
-    monkeypatch.setattr(RowsPlan, "_mask", leaking)
+    monkeypatch.setattr(RowsPlan, "_hidden", leaking)
     assert future_leak(engine) > 1e-2
 
 
-def _off_by_one(self: RowsPlan, index: int, like: torch.Tensor) -> torch.Tensor:
+def _off_by_one(self: RowsPlan, index: int, device: torch.device) -> torch.Tensor:
     a, b, end = self.tiles[index]
-    hidden = torch.arange(end)[None] > self.positions[a:b, None] + 1
-    return torch.zeros(b - a, end).masked_fill_(hidden, float("-inf"))
+    return torch.arange(end)[None] > self.positions[a:b, None] + 1
 
 
-@pytest.mark.parametrize("mask", [RowsPlan._mask, _off_by_one])
+@pytest.mark.parametrize("mask", [RowsPlan._hidden, _off_by_one])
 def test_everything_recomputed_behind_an_exact_chunk_is_exact(
     monkeypatch: pytest.MonkeyPatch, mask: Callable[..., torch.Tensor]
 ) -> None:
@@ -73,7 +71,7 @@ def test_everything_recomputed_behind_an_exact_chunk_is_exact(
     engine = make_engine()
     prompt = chat([DOCS[0], "A document that nobody knows yet, not even the store.", DOCS[1]])
     engine.warm(DOCS, head=prompt[0]["content"])
-    monkeypatch.setattr(RowsPlan, "_mask", mask)
+    monkeypatch.setattr(RowsPlan, "_hidden", mask)
     gap = full_prefill_gap(engine, tiny_model(), prompt, repair=Repair(first=10_000))
     assert gap > 100 * TOLERANCE if mask is _off_by_one else gap < TOLERANCE
 
