@@ -24,6 +24,12 @@ LINKS = ((6.0, "memory that cannot be pinned"), (12.5, "PCIe 3.0 x16, 4.0 x8"), 
 )
 @click.option("--context", type=click.IntRange(min=1), default=4096, show_default=True, help="Tokens of KV.")
 @click.option(
+    "--kv-vram",
+    metavar="SIZE",
+    callback=common.parsed(common.parse_size),
+    help="KV in pages of this size, the rest in host memory; instead of --context.",
+)
+@click.option(
     "--host-memory",
     metavar="SIZE",
     callback=common.parsed(common.parse_size),
@@ -31,21 +37,30 @@ LINKS = ((6.0, "memory that cannot be pinned"), (12.5, "PCIe 3.0 x16, 4.0 x8"), 
 )
 @common.json_option
 def command(
-    model: str, vram: int, bandwidth: float | None, context: int, host_memory: int | None, as_json: bool
+    model: str,
+    vram: int,
+    bandwidth: float | None,
+    context: int,
+    kv_vram: int | None,
+    host_memory: int | None,
+    as_json: bool,
 ) -> None:
     """Plan MODEL (a folder, a config.json, a hub id, or a shape such as qwen2.5-32b-awq) for a budget of GPU memory.
 
     Predictions are upper bounds from the bytes that cross the bus for each token; nothing is loaded.
     """
-    from kvboost_rag.plan import Budget, find_weights, make_plan
+    from kvboost_rag.plan import Budget, KVBudget, find_weights, make_plan, page_sizes
 
-    plan = make_plan(find_weights(model), Budget(vram=vram, context=context, host=host_memory))
+    weights = find_weights(model)
+    pages = page_sizes(KVBudget(kv_vram), weights.kv_per_token, len(weights.layers)) if kv_vram else None
+    plan = make_plan(weights, Budget(vram=vram, context=context, kv=kv_vram, host=host_memory))
+    kv = f"pages with KV of {pages.tokens} tokens" if pages else f"KV of {context} tokens"
     links = [(bandwidth, "given")] if bandwidth else LINKS
     if as_json:
         rates = [{"gb_per_s": rate, "tokens_per_s": plan.tokens_per_s(rate * 1e9)} for rate, _ in links]
         common.print_json({**plan.as_dict(), "predicted": rates})
         return
-    _print_places(plan)
+    _print_places(plan, kv)
     if not plan.seconds_per_token(1e9):
         click.echo("\nEverything fits: the bus does not limit decoding.")
         return
@@ -54,14 +69,14 @@ def command(
         click.echo(f"  {plan.tokens_per_s(rate * 1e9):6.2f} tokens/s at {rate:g} GB/s ({what})")
 
 
-def _print_places(plan: Plan) -> None:
+def _print_places(plan: Plan, kv: str) -> None:
     size, w = common.format_size, plan.weights
     click.echo(f"{w.name}: {size(w.total)} of weights, {len(w.layers)} layers; budget {size(plan.budget.vram)}")
     rows = [
         (f"{len(plan.resident)} resident layers", plan.resident_bytes),
         (f"{plan.slots} slots for {len(plan.streamed)} streamed layers", plan.slots * plan.slot_bytes),
         (f"output matrix{'' if plan.head_on_host else ' and norm'}{_embedding(plan)}", plan.dense_bytes),
-        (f"KV of {plan.budget.context} tokens", plan.kv_bytes),
+        (kv, plan.kv_bytes),
         ("workspace", plan.budget.workspace),
         ("driver, display, libraries", plan.budget.reserve),
         ("GPU total", plan.device_bytes),

@@ -66,6 +66,11 @@ class PageSizes:
     segment_layer_bytes: int
 
     @property
+    def tokens(self) -> int:
+        """Positions that the pages hold."""
+        return self.pages * self.page_tokens
+
+    @property
     def device_bytes(self) -> int:
         """Pages and both ways' buffers: never more than the budget."""
         return (self.pages + OUT_SLOTS) * self.page_bytes + IN_SLOTS * self.segment_layer_bytes

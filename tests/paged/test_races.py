@@ -130,8 +130,10 @@ def test_a_disk_that_takes_nothing(tmp_path: Any, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(("lock", "pinned"), [(None, "whole"), (0, "pageable")])
-def test_page_locking_falls_back_and_says_so(lock: int | None, pinned: str) -> None:
+def test_page_locking_falls_back_and_says_so(lock: int | None, pinned: str, caplog: pytest.LogCaptureFixture) -> None:
     paged, unlimited = pair(backend=VirtualBackend(lock_each=lock))
     ours, theirs = (e.generate(chat(), max_new_tokens=8) for e in (paged, unlimited))
     assert ours.token_ids == theirs.token_ids
     assert stats(paged)["pinned"] == pinned
+    warnings = [r for r in caplog.records if "page-locked" in r.getMessage()]
+    assert len(warnings) == (1 if pinned == "pageable" else 0), "told once, not per segment"

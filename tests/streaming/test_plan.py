@@ -207,3 +207,16 @@ def test_command_says_what_is_wrong() -> None:
     assert run(QWEN, "--vram", "8GiB", "--host-memory", "4GiB").exit_code == 1
     assert run(QWEN, "--vram", "lots").exit_code == 2
     assert run("no-such-model", "--vram", "8GiB").exit_code == 1
+
+
+def test_pages_instead_of_a_context() -> None:
+    runner = CliRunner()
+    done = runner.invoke(main, ["plan", QWEN, "--vram", "12GiB", "--kv-vram", "1GiB"])
+    assert done.exit_code == 0, done.output
+    assert "pages with KV of 3904 tokens" in done.output
+    found = json.loads(runner.invoke(main, ["plan", QWEN, "--vram", "12GiB", "--kv-vram", "1GiB", "--json"]).output)
+    assert found["kv_bytes"] == GIB
+    assert found["resident_layers"] == len(plan_of(12, context=4096).resident), "as much as 4,096 tokens of KV"
+    done = runner.invoke(main, ["plan", QWEN, "--vram", "12GiB", "--kv-vram", "1MiB"])
+    assert done.exit_code != 0
+    assert "67633152" in done.output

@@ -23,10 +23,17 @@ CPU_ROWS = 16  # up to so many rows, moving the queries is cheaper than moving t
 
 class PagedPlan(CausalPlan):
     """Rows at ``positions [q]`` (ascending) over ``cache``: each sees ``kv_position <= row_position``, but nothing that
-    is ``hidden [kv]``."""
+    is ``hidden [kv]``. Of ``last_layer``, only the last row's output will be used."""
 
-    def __init__(self, cache: PagedCache, positions: torch.Tensor, *, hidden: torch.Tensor | None = None) -> None:
-        self.cache, self.positions, self.hidden = cache, positions, hidden
+    def __init__(
+        self,
+        cache: PagedCache,
+        positions: torch.Tensor,
+        *,
+        hidden: torch.Tensor | None = None,
+        last_layer: int = -1,
+    ) -> None:
+        self.cache, self.positions, self.hidden, self.last_layer = cache, positions, hidden, last_layer
         rows = [int(p) for p in positions.tolist()]
         self.num_rows = len(rows)
         self.kv_length = rows[-1] + 1
@@ -59,7 +66,7 @@ class PagedPlan(CausalPlan):
         own = folded.cpu() if self.on_cpu else folded
         first = self.cache.table.host_tokens if self.on_cpu else 0
         for start, end, keys, values in self.cache.layer_stretches(layer, first, self.kv_length):
-            self._part(merge, folded, start, end, keys, values, scaling)
+            self._part(merge, folded, start, end, keys, values, scaling, last=layer == self.last_layer)
         if self.on_cpu:
             self._host_part(merge, layer, own, scaling)
         out = merge.out.to(query.dtype).permute(2, 0, 1, 3).reshape(1, rows, heads, dim)
@@ -74,9 +81,12 @@ class PagedPlan(CausalPlan):
         keys: torch.Tensor,
         values: torch.Tensor,
         scaling: float,
+        *,
+        last: bool,
     ) -> None:
-        """The keys of positions ``[start, end)``, tile by tile of rows; tiles that lie before them see nothing."""
-        for (a, b), (lowest, highest) in zip(self._tiles, self._ends, strict=True):
+        """The keys of positions ``[start, end)``, tile by tile of rows; tiles that lie before them see nothing.
+        ``last``: the last tile alone."""
+        for (a, b), (lowest, highest) in list(zip(self._tiles, self._ends, strict=True))[-1 if last else 0 :]:
             if highest < start:
                 continue
             stop = min(end, highest + 1)

@@ -132,7 +132,9 @@ class PagedCache(KVCache):
         super().at(positions)
 
     def plan(self, positions: torch.Tensor, *, last_layer: int = -1) -> Plan:
-        return RowsPlan(positions, last_layer=last_layer) if self.whole else PagedPlan(self, positions)
+        if self.whole:
+            return RowsPlan(positions, last_layer=last_layer)
+        return PagedPlan(self, positions, last_layer=last_layer)
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         own = self.pool.kv[layer]  # [2, Hkv, pool, D]

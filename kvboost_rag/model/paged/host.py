@@ -22,6 +22,7 @@ from kvboost_rag.plan.memory import gib
 
 logger = logging.getLogger(__name__)
 
+HEADROOM = 512 << 20  # of the machine's memory that is left alone
 KEPT = 4  # free segments that are kept for the next request: page-locking is slow
 
 
@@ -74,14 +75,15 @@ class HostMemory:
 
     def _room(self) -> int | None:
         """Bytes that may still be taken; None: unknown, so go on."""
-        machine = available_host_memory()
+        found = available_host_memory()
+        machine = None if found is None else max(0, found - HEADROOM)
         if self.budget.host is None:
             return machine
         own = self.budget.host - self.stats.host_bytes
         return own if machine is None else min(own, machine)
 
     def _memory(self) -> Segment:
-        slab = HostSlab(self.backend, [self._nbytes])
+        slab = HostSlab(self.backend, [self._nbytes], warn=not self.stats.pinned)  # once
         self.stats.pinned = slab.pinned
         self.stats.host_bytes += self._nbytes
         return Segment(self._shaped(slab.blocks[0]), slab, on_disk=False)

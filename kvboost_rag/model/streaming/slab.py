@@ -33,8 +33,9 @@ class HostSlab:
         CapacityError: the memory is not there.
     """
 
-    def __init__(self, backend: Backend, sizes: Sequence[int]) -> None:
+    def __init__(self, backend: Backend, sizes: Sequence[int], *, warn: bool = True) -> None:
         self.sizes = tuple(sizes)
+        self._warn = warn
         self.pinned: Pinned = "pageable"
         starts, total = [], 0
         for size in sizes:
@@ -60,7 +61,7 @@ class HostSlab:
             self._locked(backend, self.blocks)
         elif (fresh := _pinned_all(backend, self.sizes)) is not None:
             self.pinned, self.blocks = "torch", fresh
-        else:
+        elif self._warn:
             logger.warning(
                 "host memory could not be page-locked: %.2f GiB are copied from pageable memory, several "
                 "times more slowly (in containers and WSL, raise the limit of locked memory)",
