@@ -208,3 +208,10 @@ def test_full_repair_without_a_backend_of_its_own() -> None:
     plain = make_engine(reuse="off").generate(chat(), max_new_tokens=8)
     assert ours.report.spilled_pages + ours.report.host_tokens > 0
     assert len(ours.token_ids) == len(plain.token_ids)
+
+
+def test_other_devices_are_refused() -> None:
+    from kvboost_rag.model.paged.pool import choose_backend
+
+    with pytest.raises(UsageError, match="this is mps"):
+        choose_backend(torch.device("mps"))

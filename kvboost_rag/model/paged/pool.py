@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from kvboost_rag.errors import UsageError
 from kvboost_rag.model.paged.cache import PagedCache
 from kvboost_rag.model.paged.courier import Courier
 from kvboost_rag.model.paged.host import HostMemory
@@ -78,6 +79,7 @@ class PagePool:
             return
         self._sweep()
         self.touch(table)
+        table.changed()
         beyond = num_pages - (self.sizes.pages - WATERMARK)
         while table.slots and table.host_pages < beyond:
             self._spill(table)
@@ -92,6 +94,7 @@ class PagePool:
 
     def shrink(self, table: PageTable, num_pages: int) -> None:
         """Take back the pages from ``num_pages`` on."""
+        table.changed()
         while table.slots and table.num_pages > num_pages:
             self._free.append(table.slots.pop())
         if table.host_pages > num_pages:
@@ -123,6 +126,7 @@ class PagePool:
         self.courier.send(self.kv[:, :, :, place : place + size], land)
         self._free.append(place // size)  # gathered: what is enqueued from here on may overwrite it
         table.host_pages += 1
+        table.changed()
         self.stats.spilled_pages += 1
 
     def _extend_host(self, table: PageTable, host_pages: int) -> None:
@@ -149,6 +153,8 @@ def choose_backend(device: torch.device) -> Backend:
         from kvboost_rag.model.streaming.cuda import CudaBackend
 
         return CudaBackend(device)
+    if device.type != "cpu":
+        raise UsageError(f"kv_vram= is for CUDA devices and the CPU, this is {device.type}", hint="leave kv_vram out")
     from kvboost_rag.model.streaming.virtual import VirtualBackend
 
     return VirtualBackend(order="early", check=False)

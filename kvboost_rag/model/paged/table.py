@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 from kvboost_rag.model.paged.host import Segment
 
@@ -26,6 +25,11 @@ class PageTable:
     host_pages: int = 0
     segments: list[Segment] = field(default_factory=list)
     slots: list[int] = field(default_factory=list)
+    _runs: list[tuple[int, int, int]] | None = None  # (position, end, place) of slots side by side
+
+    def changed(self) -> None:
+        """Whoever moves pages says so."""
+        self._runs = None
 
     @property
     def num_pages(self) -> int:
@@ -39,8 +43,7 @@ class PageTable:
     @property
     def in_one_run(self) -> bool:
         """Everything lies on the device, in order, side by side."""
-        slots = self.slots
-        return not self.host_pages and all(b - a == 1 for a, b in pairwise(slots))
+        return not self.host_pages and len(self._device_runs()) <= 1
 
     def host_pieces(self, start: int, end: int) -> Iterator[tuple[int, int, Segment, int]]:
         """Positions ``[a, b)`` of ``[start, end)`` on the host, with their segment and place in it, in order."""
@@ -54,14 +57,20 @@ class PageTable:
     def device_pieces(self, start: int, end: int) -> Iterator[tuple[int, int, int]]:
         """Positions ``[a, b)`` of ``[start, end)`` on the device, with their place in the pool, in order; slots side by
         side are one piece."""
-        a = max(start, self.host_tokens)
-        end = min(end, self.num_pages * self.page_tokens)
-        while a < end:
-            index = (a - self.host_tokens) // self.page_tokens
-            place = self.slots[index] * self.page_tokens + a % self.page_tokens
-            last = index
-            while last + 1 < len(self.slots) and self.slots[last + 1] == self.slots[last] + 1:
-                last += 1
-            b = min(end, self.host_tokens + (last + 1) * self.page_tokens)
-            yield a, b, place
-            a = b
+        for a, b, place in self._device_runs():
+            first, last = max(a, start), min(b, end)
+            if first < last:
+                yield first, last, place + first - a
+
+    def _device_runs(self) -> list[tuple[int, int, int]]:
+        if self._runs is None:
+            size, a = self.page_tokens, self.host_tokens
+            runs: list[tuple[int, int, int]] = []
+            for slot in self.slots:
+                if runs and runs[-1][2] + a - runs[-1][0] == slot * size:
+                    runs[-1] = (runs[-1][0], a + size, runs[-1][2])
+                else:
+                    runs.append((a, a + size, slot * size))
+                a += size
+            self._runs = runs
+        return self._runs
