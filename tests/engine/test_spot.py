@@ -169,7 +169,6 @@ def test_a_check_waits_while_a_request_runs_and_runs_a_few_rows_at_a_time(engine
     next(other)
     with spy(engine) as rows:
         report = engine.generate(chat(), max_new_tokens=1).report
-        assert sum(rows.calls) <= report.forwarded_tokens + 200, "the request's own forwards"
         before = len(rows.calls)
         assert spot(engine).stats()["waiting"] + (spot(engine)._worker is not None) > 0
         assert spot(engine).stats()["checked"] == 0
