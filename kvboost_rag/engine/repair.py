@@ -53,11 +53,26 @@ class AttentionScores:
         self.positions = positions
         self.hidden = hidden
         self.total: torch.Tensor | None = None  # [kv]
+        self._blocked: torch.Tensor | None = None  # [rows, kv], the same in every layer
+
+    def observe(self, query: torch.Tensor, key: torch.Tensor, scaling: float) -> torch.Tensor:
+        """Add one layer's attention; returns it, ``[num_kv_heads, group, rows, kv]``."""
+        _, heads, rows, dim = query.shape
+        kv_heads, kv = key.shape[1], key.shape[2]
+        q = query[0].reshape(kv_heads, heads // kv_heads * rows, dim).float()
+        scores = torch.matmul(q, key[0].float().transpose(1, 2)).mul_(scaling)  # [Hkv, G * rows, kv]
+        if self._blocked is None or self._blocked.shape[1] != kv:
+            self._blocked = torch.arange(kv, device=key.device)[None] > self.positions[:, None]
+            self._blocked |= self.hidden[None, :kv]
+        weights = scores.reshape(kv_heads, -1, rows, kv).masked_fill_(self._blocked, float("-inf")).softmax(-1)
+        seen = weights.sum((0, 1, 2))
+        self.total = seen if self.total is None else self.total + seen
+        return weights
 
     def add(
         self, layer: int, query: torch.Tensor, parts: Iterable[LayerStretch], scaling: float, lse: torch.Tensor
     ) -> None:
-        """The same over keys that come in parts, once the rows' log-sum-exp ``lse [Hkv, G, q]`` over all is known."""
+        """:meth:`observe` over keys that come in parts, given the rows' log-sum-exp ``lse [Hkv, G, q]`` over all."""
         if layer < self.first_layer:
             return
         _, heads, rows, dim = query.shape
@@ -71,19 +86,6 @@ class AttentionScores:
             blocked = (at[None] > self.positions[:, None]) | self.hidden[None, start:end]
             scores = scores.reshape(kv_heads, -1, rows, end - start).masked_fill_(blocked, float("-inf"))
             self.total[start:end] += (scores - lse[..., None]).exp_().sum((0, 1, 2))
-
-    def observe(self, layer: int, query: torch.Tensor, key: torch.Tensor, scaling: float) -> None:
-        if layer < self.first_layer:
-            return
-        _, heads, rows, dim = query.shape
-        kv_heads, kv = key.shape[1], key.shape[2]
-        q = query[0].reshape(kv_heads, heads // kv_heads * rows, dim).float()
-        scores = torch.matmul(q, key[0].float().transpose(1, 2)) * scaling  # [Hkv, G * rows, kv]
-        blocked = torch.arange(kv, device=key.device)[None] > self.positions[:, None]
-        blocked |= self.hidden[None, :kv]
-        scores = scores.reshape(kv_heads, -1, rows, kv).masked_fill_(blocked, float("-inf"))
-        weights = scores.softmax(-1).sum((0, 1, 2))
-        self.total = weights if self.total is None else self.total + weights
 
 
 class PagedScoringPlan(PagedPlan):
@@ -109,9 +111,9 @@ class MaskedRowsPlan(RowsPlan):
     """Rows that must not see ``hidden`` positions (their KV is not there yet)."""
 
     def __init__(self, positions: torch.Tensor, hidden: torch.Tensor, scores: AttentionScores) -> None:
-        super().__init__(positions, observe=scores.observe)
+        super().__init__(positions)
         self.hidden = hidden
-        self.last_layer = scores.last_layer
+        self.scores = scores
         self.is_full = False
 
     def _hidden(self, index: int, device: torch.device) -> torch.Tensor:
@@ -121,11 +123,13 @@ class MaskedRowsPlan(RowsPlan):
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
     ) -> torch.Tensor:
-        assert self.observe is not None, "a masked plan exists to observe"
-        self.observe(layer, query, key, scaling)
-        if layer >= self.last_layer:
+        if layer < self.scores.first_layer:
+            return self._tiled(layer, query, key, value, scaling, query.shape[1] // key.shape[1])
+        weights = self.scores.observe(query, key, scaling)
+        if layer >= self.scores.last_layer:
             raise StopForward  # nothing behind this layer's queries and keys is of use
-        return self._tiled(query, key, value, scaling, query.shape[1] // key.shape[1])
+        out = torch.matmul(weights.flatten(1, 2).to(value.dtype), value[0])  # the weights are here: no second attention
+        return out.view(*weights.shape[:3], -1).permute(2, 0, 1, 3).reshape(1, query.shape[2], query.shape[1], -1)
 
 
 def scoring_plan(cache: KVCache, question: torch.Tensor, seen: torch.Tensor, scores: AttentionScores) -> Plan:

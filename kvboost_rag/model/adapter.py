@@ -150,7 +150,7 @@ class ModelAdapter:
         with self.lock:
             cache.at(positions)
             self._count(cache, positions.numel())
-            plan = plan or cache.plan(positions)
+            plan = plan or cache.plan(positions, last_layer=self.spec.num_layers - 1 if keep_logits == 1 else -1)
             out = self._call(token_ids[None], positions[None], cache, plan, keep_logits)
         return out.logits[0]  # type: ignore[no-any-return]
 

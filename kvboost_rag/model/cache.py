@@ -64,9 +64,10 @@ class KVCache(Cache):
     def extend(self, length: int) -> None:
         """Make room for positions ``[0, length)``. Raises CapacityError."""
 
-    def plan(self, positions: torch.Tensor) -> Plan:
-        """The attention of rows at ``positions [q]`` over this cache; ask after :meth:`at`."""
-        return RowsPlan(positions)
+    def plan(self, positions: torch.Tensor, *, last_layer: int = -1) -> Plan:
+        """The attention of rows at ``positions [q]`` over this cache; ask after :meth:`at`. Of ``last_layer``, only
+        the last row's output will be used."""
+        return RowsPlan(positions, last_layer=last_layer)
 
     def fill(self, start: int, end: int) -> Iterator[Stretch]:
         """Views of all layers to write ``[start, end)`` into, piece by piece, in order; some may be host memory."""

@@ -95,15 +95,15 @@ class BlockCache(diskcache.Cache):
         """``_sql`` of this moment: it belongs to the calling thread's connection."""
         return self._sql(*statement)
 
-    def insert(self, key: str, file: BlockFile, tags: str | None) -> None:
+    def insert(self, key: str, file: BlockFile, tags: str | None, used_s: float | None = None) -> None:
         """A row for a key that has none: what :meth:`set` comes to then, in one statement (an index is built from a
-        million files)."""
+        million files). ``used_s``: its last use, unix time; None: now."""
         size, mode, filename, cost_s = self.disk.store(file, False)
         now = time.time()
         self._sql(
             "INSERT INTO Cache (key, raw, store_time, access_time, access_count, tag, size, mode, filename, value) "
             "VALUES (?, 1, ?, ?, 0, ?, ?, ?, ?, ?)",
-            (key, now, now, tags, size, mode, filename, cost_s),
+            (key, now, now if used_s is None else used_s, tags, size, mode, filename, cost_s),
         )
 
     def volume(self) -> int:

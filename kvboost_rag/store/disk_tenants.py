@@ -46,7 +46,7 @@ class Tenants:
 
     def of_salt(self, salt: str) -> str:
         """What stands for the tenant with this salt."""
-        return hashlib.blake2b(salt.encode(), key=self._secret, digest_size=16).hexdigest()
+        return hashlib.blake2b(salt.encode("utf-8", "surrogatepass"), key=self._secret, digest_size=16).hexdigest()
 
     def own(self, key: str, tenant: str, size: int) -> None:
         """Note that the row of ``key`` is the tenant's."""

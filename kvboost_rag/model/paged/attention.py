@@ -59,11 +59,13 @@ class PagedPlan:
         kv_heads = self.cache.pool.spec.num_kv_heads
         folded = query[0].reshape(kv_heads, heads // kv_heads, rows, dim)
         merge = Merge(kv_heads, heads // kv_heads, rows, dim, query.device)
+        # The queries leave first: the device's part is then enqueued, and runs while the CPU attends to the rest.
+        own = folded.cpu() if self.on_cpu else folded
         first = self.cache.table.host_tokens if self.on_cpu else 0
         for start, end, keys, values in self.cache.layer_stretches(layer, first, self.kv_length):
             self._part(merge, folded, start, end, keys, values, scaling)
         if self.on_cpu:
-            self._host_part(merge, layer, folded, scaling)
+            self._host_part(merge, layer, own, scaling)
         out = merge.out.to(query.dtype).permute(2, 0, 1, 3).reshape(1, rows, heads, dim)
         return out, merge.lse
 
@@ -91,12 +93,11 @@ class PagedPlan:
         return mask if self.hidden is None else mask | self.hidden[None, start:end]
 
     def _host_part(self, merge: Merge, layer: int, query: torch.Tensor, scaling: float) -> None:
-        """All rows see all of the host's part: no mask."""
+        """All rows (``query`` is in host memory) see all of the host's part: no mask."""
         self.cache.pool.courier.settle()
-        own = query.cpu()
         heads, groups, rows, dim = query.shape
         part = Merge(heads, groups, rows, dim, torch.device("cpu"))
         for a, b, segment, offset in self.cache.table.host_pieces(0, self.kv_length):
             keys, values = segment.kv[layer, :, :, offset : offset + b - a]
-            part.add(attend_part(own, keys, values, scaling))
-        merge.add((part.out.to(query.device), part.lse.to(query.device)))
+            part.add(attend_part(query, keys, values, scaling))
+        merge.add((part.out.to(merge.out.device), part.lse.to(merge.out.device)))

@@ -131,8 +131,8 @@ class PagedCache(KVCache):
         self._device_rows, self._places, self._host_rows = self._locate(positions)
         super().at(positions)
 
-    def plan(self, positions: torch.Tensor) -> Plan:
-        return RowsPlan(positions) if self.whole else PagedPlan(self, positions)
+    def plan(self, positions: torch.Tensor, *, last_layer: int = -1) -> Plan:
+        return RowsPlan(positions, last_layer=last_layer) if self.whole else PagedPlan(self, positions)
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         own = self.pool.kv[layer]  # [2, Hkv, pool, D]
