@@ -332,7 +332,7 @@ def test_as_much_is_measured_as_is_sure_to_be_short(monkeypatch: Any) -> None:
 )
 def test_nothing_is_measured_where_it_would_not_matter_or_take_long(monkeypatch: Any, forward: Any) -> None:
     engine = make()
-    open_costs(engine, *forward)
+    open_costs(engine).forward = Fixed(forward)
     ran = probes(engine, monkeypatch)
     engine.generate(chat(), max_new_tokens=1)
     assert ran == []
