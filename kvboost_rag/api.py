@@ -223,7 +223,8 @@ class KVBoost:
         if isinstance(texts, str):
             raise UsageError("warm takes several texts, got one string", hint="pass [text]")
         encoder = self.encoder(head)
-        return warm(encoder, texts, progress=progress, shard=shard, batch_tokens=batch_tokens)
+        with self.engine.busy():
+            return warm(encoder, texts, progress=progress, shard=shard, batch_tokens=batch_tokens)
 
     def plan_warm(self, texts: Iterable[str | SourceChunk], *, head: Head | None = None) -> WarmPlan:
         """What :meth:`warm` would do: chunks, tokens, bytes and an estimate of the time. Stores nothing."""
@@ -278,7 +279,8 @@ class KVBoost:
     ) -> Score:
         """Log-probabilities of ``continuation`` after ``prompt`` on the same reuse path: the fidelity probe."""
         ids = continuation if isinstance(continuation, str) else [int(i) for i in continuation]
-        return self.engine.score(self._request(prompt, options), ids, logits=logits)
+        with self.engine.busy():
+            return self.engine.score(self._request(prompt, options), ids, logits=logits)
 
     def count_tokens(self, prompt: PromptInput, **options: Any) -> int:
         """Prompt tokens as ``reuse="off"`` would count them. Options: ``tools``, ``template_kwargs``."""

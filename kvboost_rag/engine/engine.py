@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from time import perf_counter
 
 import torch
@@ -138,8 +138,12 @@ class Engine:
 
     def run(self, request: Request) -> Iterator[Piece]:
         """Answer ``request`` piece by piece; the last piece carries the result."""
-        with self.spot.request() if self.spot else nullcontext():
+        with self.busy():
             yield from self._run(request)
+
+    def busy(self) -> AbstractContextManager[None]:
+        """While inside, nothing is checked in the background."""
+        return self.spot.request() if self.spot else nullcontext()
 
     def _run(self, request: Request) -> Iterator[Piece]:
         started = perf_counter()
