@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -72,7 +73,7 @@ def test_what_is_no_prompt(engine: KVBoost, prompt: Any) -> None:
         {"max_new_tokens": True}, {"temperature": -0.1}, {"temperature": "hot"}, {"temperature": float("nan")},
         {"temperature": float("inf")}, {"temperature": True}, {"top_p": 0}, {"top_p": 1.1}, {"top_p": float("nan")},
         {"top_k": -1}, {"top_k": 1.5}, {"repetition_penalty": 0}, {"repetition_penalty": float("nan")},
-        {"seed": 1.5}, {"seed": "x"}, {"stop": 5}, {"stop": ["a", 5]}, {"chunks": 5}, {"chunks": [None]},
+        {"seed": 1.5}, {"seed": "x"}, {"seed": 1 << 64}, {"stop": 5}, {"stop": ["a", 5]}, {"chunks": 5}, {"chunks": [None]},
         {"repair": 0.15}, {"repair": ["balanced"]}, {"reuse": ["chunks"]}, {"cancel": True}, {"tools": 5},
         {"tools": "search"}, {"logits_processors": 5}, {"template_kwargs": [1]},
     ],
@@ -101,6 +102,11 @@ def test_options_that_are_none_mean_the_default(engine: KVBoost) -> None:
     assert (
         engine.generate("x", max_new_tokens=3, **nothing).token_ids == engine.generate("x", max_new_tokens=3).token_ids
     )
+
+
+def test_ids_may_be_numpys(engine: KVBoost) -> None:
+    given = engine.generate(list(np.array([5, 6])), max_new_tokens=2)
+    assert given.token_ids == engine.generate([5, 6], max_new_tokens=2).token_ids
 
 
 @pytest.mark.parametrize("ids", [[-1], [5, 10**6], [1, 2, 523]])
