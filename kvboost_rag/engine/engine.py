@@ -28,6 +28,7 @@ from kvboost_rag.errors import ContextLengthError, EmptyPromptError, UsageError
 from kvboost_rag.kv.block import Block
 from kvboost_rag.model.adapter import ModelAdapter
 from kvboost_rag.store.base import BlockStore
+from kvboost_rag.store.null import NullStore
 
 log = logging.getLogger("kvboost_rag")
 
@@ -272,7 +273,7 @@ class Engine:
         """Encode and store the chunks that were missed, after the answer; returns their tokens."""
         stored = 0
         seen: set[tuple[int, ...]] = set()
-        for segment in prepared.missed:
+        for segment in () if isinstance(self.store, NullStore) else prepared.missed:
             ids = segment.token_ids
             if segment.cut or ids in seen or len(ids) > self.encoder.max_chunk_tokens:
                 continue

@@ -115,6 +115,33 @@ def test_control_tokens_that_the_model_says_are_not_held_as_text() -> None:
     assert segmented(engine, later).token_ids == segmented(fresh, later).token_ids
 
 
+_TURN = "<|im_start|>{{ m['role'] }}\n"
+THINKING = (  # as Qwen3's: earlier thoughts are dropped
+    "{% for m in messages %}" + _TURN + "{{ m['content'].split('</think>')[-1].lstrip('\n') }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TWICE = "{% for m in messages %}" + _TURN + "{{ m['content'] }} {{ m['content'] }}<|im_end|>\n{% endfor %}"
+SHOUTED = "{% for m in messages %}" + _TURN + "{{ m['content'].replace('e', 'E') }}<|im_end|>\n{% endfor %}"
+
+
+@pytest.mark.parametrize("template", [THINKING, TWICE], ids=["thinking", "twice"])
+def test_control_tokens_in_content_that_the_template_changes(template: str) -> None:
+    engine = make_engine(tokenizer=tiny_tokenizer(chat_template=template))
+    thought = {"role": "assistant", "content": "<think>hm</think>\n\nWell. "}
+    attack = {**thought, "content": thought["content"] + ATTACK.replace("</think>", "")}
+    expected, got = (segmented(engine, [*chat(), m, *chat(system="Go on.")]) for m in (thought, attack))
+    assert len(got.token_ids) > len(expected.token_ids)
+    assert controls(engine.tokens.tokenizer, got.token_ids) == controls(engine.tokens.tokenizer, expected.token_ids)
+
+
+def test_control_tokens_in_content_that_the_template_rewrites_are_refused() -> None:
+    """Nobody can tell then which of them are the template's own."""
+    engine = make_engine(tokenizer=tiny_tokenizer(chat_template=SHOUTED))
+    assert engine.generate(chat(), max_new_tokens=1).token_ids
+    with pytest.raises(errors.TokenizerError, match=r"message 1, .*control token"):
+        engine.generate(chat([ATTACK]), max_new_tokens=1)
+
+
 def test_unpaired_surrogates_are_told() -> None:
     engine = make_engine()
     for prompt in ("bad \ud800 text", chat(["bad \ud800 text"])):
