@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import numpy as np
@@ -148,6 +149,18 @@ def test_a_template_that_refuses_says_so_in_its_own_words() -> None:
     tokenizer = tiny_tokenizer(chat_template="{{ raise_exception('no system role here') }}")
     with pytest.raises(errors.TokenizerError, match="no system role here"):
         make_engine(tokenizer=tokenizer).generate([MESSAGE])
+
+
+def test_a_batch_is_several_prompts(engine: KVBoost) -> None:
+    with pytest.raises(errors.UsageError, match="one string"):
+        engine.generate_batch("not nine prompts")
+
+
+def test_a_closed_engine_says_so_to_async_callers() -> None:
+    engine = make_engine()
+    engine.close()
+    with pytest.raises(errors.UsageError, match="closed"):
+        asyncio.run(engine.agenerate("x"))
 
 
 def test_warm_wants_several_texts(engine: KVBoost) -> None:
