@@ -252,6 +252,8 @@ class KVBoost:
 
     def generate_batch(self, prompts: Sequence[PromptInput], **options: Any) -> list[Result]:
         """Answer several prompts with the same options, one after the other; all are checked before the first runs."""
+        if isinstance(prompts, str):
+            raise UsageError("generate_batch takes several prompts, got one string", hint="pass [prompt]")
         requests = [self._request(p, options) for p in prompts]
         return [_last(self.engine.run(r)) for r in requests]
 

@@ -6,12 +6,15 @@ from kvboost_rag.engine.lookup import BlockFinder
 from kvboost_rag.engine.prefill import Prepared
 from kvboost_rag.kv.block import Block
 from kvboost_rag.store.base import BlockStore
+from kvboost_rag.store.null import NullStore
 
 
 def store_missed(finder: BlockFinder, prepared: Prepared) -> int:
     """Encode and store the chunks that were missed; returns their tokens. Of those that were recomputed because that
     was cheaper, the stored ones move to the nearest tier: it may not be cheaper next time."""
     encoder, store = finder.encoder, finder.store
+    if isinstance(store, NullStore):
+        return 0
     stored = 0
     seen: set[tuple[int, ...]] = set()
     skipped = [s for s in prepared.skipped if not _bring_near(store, finder.key(s))]
