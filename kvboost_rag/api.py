@@ -56,6 +56,8 @@ class KVBoost:
         memory_bytes, disk_bytes: budgets of the store's tiers.
         tenant_bytes: most bytes of one tenant's blocks in a folder or in ``"memory"`` (see :func:`open_store`).
         keep_text: keep chunk texts in block headers (off: token ids alone).
+        attn: kernel of plainly causal attention: ``"auto"`` (what works here), ``"flash-attn"``, ``"varlen"`` (torch's
+            own) or ``"sdpa"``; ``stats()["attention"]`` says which it is and why. Masked rows go through SDPA always.
         kv_vram: memory of the device for requests' KV (``"2GiB"``, bytes, or a
             :class:`~kvboost_rag.plan.KVBudget`): what goes beyond it spills to host memory, page by page, and is
             attended to there, exactly. None: each request's KV is one buffer on the device.
@@ -97,6 +99,7 @@ class KVBoost:
         on_low_fidelity: OnLowFidelity = "warn",
         cost_model: bool = False,
         spot_check: float = 0.0,
+        attn: str = "auto",
         kv_vram: str | int | KVBudget | None = None,
         kv_backend: Any = None,
         name: str = "",
@@ -108,6 +111,7 @@ class KVBoost:
         self.adapter = ModelAdapter(model, tokenizer, name=name)
         if self.reuse != "off":
             self.adapter.require_reuse()
+        self.adapter.choose_attention(attn)
         if kv_vram is not None:
             self.adapter.page_kv(kv_budget(kv_vram), kv_backend)
         self.tokens = SpanTokenizer(tokenizer)
@@ -324,9 +328,9 @@ class KVBoost:
     # -- state -------------------------------------------------------------------------------------------------------
 
     def stats(self, *, sizes: bool = True) -> dict[str, object]:
-        """The store's counters, what the requests came to, what the prefix cache holds; what was streamed, what was
-        paged, and figures of ``cost_model`` and ``spot_check`` (None: there is none). Without ``sizes``, a server's
-        blocks are not counted: for being asked every few seconds."""
+        """The store's counters, what the requests came to, what the prefix cache holds; what was streamed, which
+        attention kernel runs, what was paged, and figures of ``cost_model`` and ``spot_check`` (None: there is none).
+        Without ``sizes``, a server's blocks are not counted: for being asked every few seconds."""
         engine, pages, streamer = self.engine, self.adapter.pages, streamer_of(self.model)
         prefixes = engine.prefixes
         store = self.store.stats() if sizes else self.store.quick_stats()
@@ -335,6 +339,7 @@ class KVBoost:
             "requests": engine.totals.as_dict(),
             "prefixes": {"entries": len(prefixes), "bytes": prefixes.nbytes, "limit_bytes": prefixes.limit_bytes},
             "streaming": streamer.stats.as_dict() if streamer else None,
+            "attention": {"kernel": self.adapter.kernel.name, "reason": self.adapter.kernel.reason},
             "paged": pages.snapshot().as_dict() if pages is not None else None,
             "cost": engine.costs.as_dict() if engine.costs else None,
             "spot": engine.spot.stats() if engine.spot else None,

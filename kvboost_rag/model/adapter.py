@@ -18,9 +18,10 @@ import torch
 from kvboost_rag.errors import CapacityError, ModelError, UnsupportedModelError
 from kvboost_rag.fingerprint import Fingerprint
 from kvboost_rag.kv.rope import RopeTable
-from kvboost_rag.model.attention import NAME, ContextPlan, Plan, register
+from kvboost_rag.model.attention import NAME, CausalPlan, ContextPlan, Plan, register
 from kvboost_rag.model.cache import CaptureCache, KVCache, RequestCache, StopForward
 from kvboost_rag.model.identity import adapter_state, fingerprint_model
+from kvboost_rag.model.kernels import SDPA, Kernel, choose_kernel
 from kvboost_rag.model.support import Support, check_support
 
 if TYPE_CHECKING:
@@ -81,7 +82,9 @@ class ModelAdapter:
         self.own_attention = str(getattr(model.config, "_attn_implementation", "") or "sdpa")
         self.rows_forwarded = 0.0  # rows x share of layers, since loading
         self.lock = threading.RLock()  # one forward at a time
+        self.max_rows: int | None = getattr(getattr(model, "kvboost_plan", None), "forward_rows", None)
         self.pages: PagePool | None = None  # where requests' KV comes from, once page_kv was called
+        self.kernel: Kernel = SDPA  # of plainly causal attention; see choose_attention
         self._fingerprint: Fingerprint | None = None
         self._cache_kw = _cache_keyword(model)
         if self.support.ok:
@@ -111,6 +114,11 @@ class ModelAdapter:
         if self._fingerprint is None or self._fingerprint.adapter != adapter_state(self.model):
             self._fingerprint = fingerprint_model(self.model, self.tokenizer)
         return self._fingerprint
+
+    def choose_attention(self, attn: str) -> None:
+        """``"auto"``, or a kernel by name. Raises UnknownOptionError, UsageError."""
+        s = self.spec
+        self.kernel = choose_kernel(attn, s.device, s.dtype, (s.num_heads, s.num_kv_heads), s.head_dim)
 
     def page_kv(self, budget: KVBudget, backend: Backend | None = None) -> None:
         """Requests' KV comes from a pool of pages of this size from now on, and spills to host memory beyond it.
@@ -146,13 +154,25 @@ class ModelAdapter:
         plan: Plan | None = None,
     ) -> torch.Tensor:
         """One forward over ``token_ids [q]`` at ascending ``positions [q]``; returns logits ``[keep_logits, vocab]``
-        of the last rows (0 keeps all)."""
+        of the last rows (0 keeps all). More rows than :attr:`max_rows` are forwarded in slices, in order: a row sees
+        nothing that comes behind it. Only what corrects cached keys on the way needs all its rows at once."""
+        rows = positions.numel()
+        keep = keep_logits or rows
         with self.lock:
-            cache.at(positions)
-            self._count(cache, positions.numel())
-            plan = plan or cache.plan(positions, last_layer=self.spec.num_layers - 1 if keep_logits == 1 else -1)
-            out = self._call(token_ids[None], positions[None], cache, plan, keep_logits)
-        return out.logits[0]  # type: ignore[no-any-return]
+            sliced = self.max_rows is not None and plan is None and not cache.is_revised
+            step = min(rows, self.max_rows) if sliced and self.max_rows else rows
+            logits = []
+            for a in range(0, rows, step):
+                b = min(rows, a + step)
+                wanted = keep - (rows - b)  # of this slice's last rows
+                cache.at(positions[a:b])
+                self._count(cache, b - a)
+                kept = min(max(wanted, 1), b - a)
+                own = plan or cache.plan(positions[a:b], last_layer=self.spec.num_layers - 1 if kept == 1 else -1)
+                out = self._call(token_ids[None, a:b], positions[None, a:b], cache, own, kept)
+                if wanted > 0:
+                    logits.append(out.logits[0])
+        return torch.cat(logits) if len(logits) > 1 else logits[0]
 
     def probe(
         self, token_ids: torch.Tensor, positions: torch.Tensor, cache: KVCache, plan: Plan | None, *, layers: int
@@ -185,6 +205,8 @@ class ModelAdapter:
     def _call(self, ids: torch.Tensor, positions: torch.Tensor, cache: Any, plan: Plan, keep: int) -> Any:
         if getattr(self.model.config, "_attn_implementation", NAME) != NAME:
             self.model.set_attn_implementation(NAME)  # somebody set it back: another function would ignore the plan
+        if isinstance(plan, CausalPlan):
+            plan.kernel = self.kernel
         # A 4-D mask is passed through untouched, so no causal mask is built that the plan would ignore.
         skip_mask = torch.zeros(1, 1, 1, 1, dtype=self.spec.dtype, device=ids.device)
         kwargs = {self._cache_kw: cache}

@@ -15,6 +15,8 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 
+from kvboost_rag.model.kernels import SDPA, Kernel
+
 NAME = "kvboost"
 
 
@@ -61,7 +63,13 @@ def register() -> None:
     AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
-class RowsPlan:
+class CausalPlan:
+    """A plan whose plainly causal forwards go to ``kernel``."""
+
+    kernel: Kernel = SDPA
+
+
+class RowsPlan(CausalPlan):
     """Rows at chosen positions over one contiguous cache: ``kv_position <= row_position``, exactly.
 
     Works on tiles of rows, so that a tile reads only the keys up to its last row. Mask memory is bounded: masks of
@@ -79,6 +87,7 @@ class RowsPlan:
         self.num_rows = len(rows)
         self.kv_length = rows[-1] + 1
         self.is_full = rows[0] == 0 and self.kv_length == self.num_rows
+        self.is_suffix = self.kv_length - rows[0] == self.num_rows  # all rows at the end, none left out
         self.tiles = [
             (a, min(a + self.TILE, len(rows)), rows[min(a + self.TILE, len(rows)) - 1] + 1)
             for a in range(0, len(rows), self.TILE)
@@ -109,11 +118,8 @@ class RowsPlan:
         groups = heads // key.shape[1]
         if key.shape[2] > self.kv_length:  # rows in the middle of a longer cache
             key, value = key[:, :, : self.kv_length], value[:, :, : self.kv_length]
-        if self.is_full and rows > 1:
-            out = F.scaled_dot_product_attention(
-                query, key, value, is_causal=True, scale=scaling, enable_gqa=groups > 1
-            )
-            return out.transpose(1, 2)
+        if rows > 1 and (self.is_full or (self.is_suffix and self.kernel.takes_suffix)):
+            return self.kernel.causal(query, key, value, scaling)
         if rows == 1:  # decode: fold the group into the query axis, no mask
             folded = query.reshape(1, key.shape[1], groups, dim)
             out = F.scaled_dot_product_attention(folded, key, value, scale=scaling)

@@ -125,6 +125,11 @@ class KVCache(Cache):
         finally:
             self._reviser = None
 
+    @property
+    def is_revised(self) -> bool:
+        """Whether forwards pass through a reviser now."""
+        return self._reviser is not None
+
     def at(self, positions: torch.Tensor) -> None:
         """The next forward's rows stand at ``positions [q]`` (ascending)."""
         self.length = max(self.length, int(positions[-1]) + 1)

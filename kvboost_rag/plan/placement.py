@@ -110,6 +110,20 @@ class Plan:
         head = w.head if self.head_on_host and not w.tied else 0
         return self.streamed_bytes + table + head
 
+    @property
+    def mlp_rows(self) -> int | None:
+        """Rows that an MLP may take at a time: half of the workspace. None: not bounded (no workspace is planned)."""
+        return max(1, self.budget.workspace // 2 // self.weights.mlp_row) if self._bounded else None
+
+    @property
+    def forward_rows(self) -> int | None:
+        """Rows that one forward may take: the other half."""
+        return max(1, self.budget.workspace // 2 // self.weights.row) if self._bounded else None
+
+    @property
+    def _bounded(self) -> bool:
+        return self.budget.workspace > 0 and self.weights.mlp_row > 0 and self.weights.row > 0
+
     def seconds_per_token(self, bandwidth: float) -> float:
         """The transfer's share of a decoding step at ``bandwidth`` bytes/s; 0 when nothing is streamed."""
         head = self.weights.head / CPU_READ if self.head_on_host else 0.0
@@ -138,6 +152,8 @@ class Plan:
             "dense_bytes": self.dense_bytes,
             "kv_bytes": self.kv_bytes,
             "workspace_bytes": self.budget.workspace,
+            "mlp_rows": self.mlp_rows,
+            "forward_rows": self.forward_rows,
             "reserve_bytes": self.budget.reserve,
             "held_bytes": self.budget.held,
             "device_bytes": self.device_bytes,

@@ -41,6 +41,8 @@ class Weights:
     kv_per_token: int
     tied: bool = False
     name: str = ""
+    mlp_row: int = 0  # activations of one row inside an MLP
+    row: int = 0  # and of one row besides: hidden states, queries, outputs
 
     @property
     def total(self) -> int:
@@ -125,7 +127,14 @@ def weights_of_config(config: Mapping[str, Any], *, name: str = "") -> Weights:
         kv_per_token=count * 2 * kv_heads * dim * size,
         tied=bool(config.get("tie_word_embeddings", False)),
         name=name,
+        **row_bytes(hidden, inner, heads * dim, size),
     )
+
+
+def row_bytes(hidden: int, inner: int, queries: int, size: int) -> dict[str, int]:
+    """Activations of one row, in bytes, as transformers' layers keep them: gate, up and their product inside the MLP;
+    residual, its norm, queries, outputs (also in fp32, while parts are merged) besides."""
+    return {"mlp_row": 3 * inner * size, "row": (4 * hidden + 2 * queries) * size + 4 * queries}
 
 
 def _dtype_bytes(config: Mapping[str, Any]) -> int:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from kvboost_rag import KVBoost, Repair
+from kvboost_rag.errors import UsageError
 from kvboost_rag.model.awq.linear import matmul, matmul_torch
 from kvboost_rag.model.load import load_model
 from tests.awq.rtn import quantize, save_awq
@@ -68,3 +69,23 @@ def test_reuse_and_repair_over_streamed_weights(tmp_path: Path) -> None:
         assert close(ours.logits, theirs.logits, 1e-4)
         assert ours.report.reused_tokens == theirs.report.reused_tokens > 0
     assert streamed.stats()["streaming"]["bytes_copied"] > 0  # type: ignore[index]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("attn", ["auto", "flash-attn", "varlen"])
+def test_flash_kernels_give_what_sdpa_gives(attn: str, dtype: str, tmp_path: Path) -> None:
+    save_tiny(tmp_path, "qwen2", head_dim=64)
+    options = {"device": "cuda", "dtype": dtype, "store": "memory", "filler_tokens": 48}
+    try:
+        flash = KVBoost.from_pretrained(tmp_path, attn=attn, **options)
+    except UsageError as e:
+        pytest.skip(str(e))
+    print(flash.stats()["attention"])
+    sdpa = KVBoost.from_pretrained(tmp_path, attn="sdpa", **options)
+    for prompt in (chat(), chat(question="\n\nAnd which lake?")):  # the second continues a held prefix
+        ours, theirs = (e.score(prompt, list(range(40, 60)), reuse="prefix", logits=True) for e in (flash, sdpa))
+        assert ours.logits is not None
+        assert theirs.logits is not None
+        assert close(ours.logits, theirs.logits, 5e-2)
+        for engine in (flash, sdpa):
+            engine.generate(prompt, reuse="prefix", max_new_tokens=2)

@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 
+from kvboost_rag.model.attention import CausalPlan
 from kvboost_rag.model.paged.partial import Merge, attend_part
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ TILE = 128  # rows that meet a part at a time: bounds the mask and the scores
 CPU_ROWS = 16  # up to so many rows, moving the queries is cheaper than moving the keys
 
 
-class PagedPlan:
+class PagedPlan(CausalPlan):
     """Rows at ``positions [q]`` (ascending) over ``cache``: each sees ``kv_position <= row_position``, but nothing that
     is ``hidden [kv]``."""
 
@@ -46,11 +46,7 @@ class PagedPlan:
     ) -> torch.Tensor:
         """See :class:`~kvboost_rag.model.attention.Plan`; ``key`` and ``value`` are the rows' own."""
         if self.is_full:
-            gqa = query.shape[1] != key.shape[1]
-            out = F.scaled_dot_product_attention(
-                query, key, value, is_causal=self.num_rows > 1, scale=scaling, enable_gqa=gqa
-            )
-            return out.transpose(1, 2)
+            return self.kernel.causal(query, key, value, scaling)
         return self.run(layer, query, scaling)[0]
 
     def run(self, layer: int, query: torch.Tensor, scaling: float) -> tuple[torch.Tensor, torch.Tensor]:

@@ -15,11 +15,12 @@ from kvboost_rag.model.direct.files import CheckpointFiles, local_folder
 from kvboost_rag.model.direct.layout import Layout, aligned, weights
 from kvboost_rag.model.direct.resident import fill, fill_rest, finish, layer_paths, read_blob
 from kvboost_rag.model.direct.skeleton import Skeleton, build_skeleton, rebuild_buffers
+from kvboost_rag.model.rows import slice_mlps
 from kvboost_rag.model.streaming.backend import Backend
 from kvboost_rag.model.streaming.host import HostEmbedding, HostLinear
 from kvboost_rag.model.streaming.slab import HostSlab
 from kvboost_rag.model.streaming.streamer import LayerStreamer
-from kvboost_rag.plan import Budget, Plan, Weights, available_host_memory, make_plan, parse_bytes
+from kvboost_rag.plan import Budget, Plan, Weights, available_host_memory, make_plan, parse_bytes, row_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +83,8 @@ def load_streamed(
         rebuild_buffers(skeleton.model, skeleton.model.config, backend.device)
     finish(skeleton.model, source, revision)
     skeleton.model.kvboost_plan = plan
+    if plan.mlp_rows is not None:
+        slice_mlps(skeleton.model, plan.mlp_rows)
     _start(skeleton.model, plan)
     return skeleton.model
 
@@ -105,6 +108,7 @@ def measure(skeleton: Skeleton, name: str) -> Weights:
         kv_per_token=len(layers) * 2 * kv_heads * dim * model.dtype.itemsize,
         tied=embed is head,
         name=name,
+        **row_bytes(int(config.hidden_size), int(config.intermediate_size), heads * dim, model.dtype.itemsize),
     )
 
 
