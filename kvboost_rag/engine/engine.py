@@ -12,6 +12,7 @@ from kvboost_rag.chunk import Prompt, Segment
 from kvboost_rag.config import Repair
 from kvboost_rag.engine.decode import Step, cached_step, token_loop
 from kvboost_rag.engine.encode import ChunkEncoder
+from kvboost_rag.engine.guard import FidelityGuard, OnLowFidelity
 from kvboost_rag.engine.lookup import BlockFinder
 from kvboost_rag.engine.plain import plain_prefill
 from kvboost_rag.engine.prefill import Prefiller, Prepared
@@ -24,6 +25,8 @@ from kvboost_rag.engine.sample import Sampler
 from kvboost_rag.engine.segment import Segmenter
 from kvboost_rag.engine.text import Detokenizer
 from kvboost_rag.engine.tokens import SpanTokenizer
+from kvboost_rag.engine.totals import Totals
+from kvboost_rag.engine.verdicts import Verdicts
 from kvboost_rag.errors import ContextLengthError, EmptyPromptError, UsageError
 from kvboost_rag.kv.block import Block
 from kvboost_rag.model.adapter import ModelAdapter
@@ -36,10 +39,19 @@ LONG_PROMPT_TOKENS = 512  # a prompt this long without a match, with a filled st
 
 class Engine:
     """Answers requests over one model, one store and one encoder. Safe from several threads: each forward takes the
-    model's lock, requests hold no shared state but the store and the prefix cache."""
+    model's lock, requests hold no shared state but the store and the prefix cache.
+
+    Without options it answers as it is asked to and says nothing: this is how verifications measure.
+    """
 
     def __init__(
-        self, adapter: ModelAdapter, tokens: SpanTokenizer, encoder: ChunkEncoder, *, prefix_bytes: int
+        self,
+        adapter: ModelAdapter,
+        tokens: SpanTokenizer,
+        encoder: ChunkEncoder,
+        *,
+        prefix_bytes: int,
+        on_low_fidelity: OnLowFidelity = "ignore",
     ) -> None:
         self.adapter = adapter
         self.tokens = tokens
@@ -47,9 +59,12 @@ class Engine:
         self.store: BlockStore = encoder.store
         self.salt = encoder.salt
         self.prefixes = PrefixCache(prefix_bytes)
+        self.totals = Totals()
         self.segmenter = Segmenter(tokens, self.store.anchors, self._tokens_of_key, self.salt)
         self.prefiller = Prefiller(adapter, BlockFinder(encoder, self.store))
         self.eos_ids = _eos_ids(adapter)
+        self.verdicts = Verdicts(encoder)
+        self.guard = FidelityGuard(self.verdicts, on_low_fidelity)
         self._warned: set[str] = set()
 
     def _tokens_of_key(self, key: str) -> tuple[int, ...] | None:
@@ -116,11 +131,15 @@ class Engine:
     def run(self, request: Request) -> Iterator[Piece]:
         """Answer ``request`` piece by piece; the last piece carries the result."""
         started = perf_counter()
+        request, changed = self.guard.admit(request)
         report = Report(reuse=request.reuse, repair=request.repair.label if request.reuse == "chunks" else "none")
+        report.warnings += [changed] if changed else []
         if request.cancel.cancelled:  # while it waited in a queue
             yield Piece("", Result("", [], "cancelled", report))
             return
         prompt, prepared, step = self._prepare(request, report, request.max_new_tokens)
+        self.guard.note(request, report)
+        self.totals.prefilled(report)
         sampler = Sampler(request.sampling, self.adapter.spec.device, list(request.logits_processors))
         detok = Detokenizer(self.adapter.tokenizer, request.stop)
         ids: list[int] = []
@@ -153,15 +172,17 @@ class Engine:
         finished = ended or detok.stopped
         reason = "stop" if finished else "cancelled" if request.cancel.cancelled else "length"
         report.new_tokens = len(ids)
+        report.note_cache(prepared.cache.counts())
         self._hold(request, prepared, ids, report)
         with report.stage("store"):
             report.stored_tokens = 0 if request.cancel.cancelled else self._store_missed(prepared)
         report.total_s = perf_counter() - started
+        self.totals.answered(report, reason)
         yield Piece("", Result("".join(parts), ids, reason, report))
 
     def score(self, request: Request, continuation: str | list[int], *, logits: bool) -> Score:
         """Teacher-forced log-probabilities of ``continuation`` after the prompt; it never takes part in choosing
-        what to repair, and leaves nothing held."""
+        what to repair, and leaves nothing held. It measures what it was asked for, whatever verdict there is on it."""
         started = perf_counter()
         ids = list(self.tokens.plain(continuation)) if isinstance(continuation, str) else list(continuation)
         if not ids:
@@ -169,6 +190,7 @@ class Engine:
         self._checked(ids)
         report = Report(reuse=request.reuse, repair=request.repair.label if request.reuse == "chunks" else "none")
         prompt, prepared, step = self._prepare(request, report, len(ids))
+        self.totals.prefilled(report)
         report.ttft_s = perf_counter() - started
         rows = [prepared.logits]
         if prepared.plain_cache is not None:  # the model's own cache takes one token at a time
@@ -182,6 +204,7 @@ class Engine:
             )
         all_logits = torch.cat(rows).float()
         logprobs = all_logits.log_softmax(-1).gather(1, torch.tensor(ids, device=all_logits.device)[:, None])[:, 0]
+        report.note_cache(prepared.cache.counts())
         report.total_s = perf_counter() - started
         return Score(ids, logprobs.cpu(), report, all_logits.cpu() if logits else None)
 
@@ -255,7 +278,7 @@ class Engine:
                 segments=segments,
                 token_ids=kv_tokens,
                 exact_tokens=exact,
-                kv=prepared.cache.kv,
+                kv=prepared.cache.held(),
             )
         )
 

@@ -21,10 +21,10 @@ from kvboost_rag.engine.repair import (
     top_positions,
 )
 from kvboost_rag.engine.report import ChunkReport, Report
-from kvboost_rag.engine.shift import ShiftingCache
-from kvboost_rag.engine.spread import EDGE, FEWEST, SpreadingCache
+from kvboost_rag.engine.shift import Shifter
+from kvboost_rag.engine.spread import EDGE, FEWEST, Spreader
 from kvboost_rag.model.adapter import ModelAdapter
-from kvboost_rag.model.cache import RequestCache
+from kvboost_rag.model.cache import KVCache, Reviser
 
 
 @dataclass(slots=True)
@@ -32,7 +32,7 @@ class Prepared:
     """A prompt whose KV is in place: ``logits [1, vocab]`` are those of its last token."""
 
     prompt: Prompt
-    cache: RequestCache
+    cache: KVCache
     logits: torch.Tensor
     exact_tokens: int  # leading positions whose KV equals a full prefill
     missed: list[Segment] = field(default_factory=list)
@@ -49,6 +49,7 @@ class Prefiller:
     def prepare(self, prompt: Prompt, hit: PrefixHit | None, repair: Repair, capacity: int, report: Report) -> Prepared:
         """Compose, repair and forward. ``capacity`` counts prompt and new tokens."""
         cache = self.adapter.new_cache(capacity)
+        cache.extend(prompt.num_tokens)
         ids = torch.tensor(prompt.token_ids, device=self.adapter.spec.device)
         done = self._lay_prefix(cache, prompt, hit, report)
         rest = [s for s in prompt.segments if s.end > done]
@@ -68,7 +69,7 @@ class Prefiller:
         self._note_counts(report, prompt, cache, done, reused, repaired, exact)
         return Prepared(prompt, cache, logits, exact, [f.segment for f in found if f.block is None])
 
-    def _lay_prefix(self, cache: RequestCache, prompt: Prompt, hit: PrefixHit | None, report: Report) -> int:
+    def _lay_prefix(self, cache: KVCache, prompt: Prompt, hit: PrefixHit | None, report: Report) -> int:
         if hit is None:
             return 0
         with report.stage("prefix"):
@@ -84,7 +85,7 @@ class Prefiller:
     def _choose(
         self,
         prompt: Prompt,
-        cache: RequestCache,
+        cache: KVCache,
         ids: torch.Tensor,
         done: int,
         spans: list[ReusedSpan],
@@ -112,7 +113,7 @@ class Prefiller:
         return sorted(chosen)
 
     def _question_scores(
-        self, prompt: Prompt, cache: RequestCache, ids: torch.Tensor, done: int, spans: list[ReusedSpan]
+        self, prompt: Prompt, cache: KVCache, ids: torch.Tensor, done: int, spans: list[ReusedSpan]
     ) -> torch.Tensor:
         """Chunks that are in place are scored, glue is hidden even where it is held: so the choice, and with it the
         answer, does not depend on what an earlier request left behind."""
@@ -123,7 +124,7 @@ class Prefiller:
             hidden[start:end] = False
         empty = hidden.clone()
         empty[:done] = False  # fresh memory may hold NaN, which no mask stops
-        cache.kv[:, :, :, : prompt.num_tokens].index_fill_(3, empty.nonzero().flatten(), 0.0)
+        cache.clear(empty.nonzero().flatten())
         last = prompt.segments[-1]
         first = last.start if last.kind == "glue" else prompt.num_tokens - 1
         question = torch.arange(max(first, done), prompt.num_tokens, device=ids.device)
@@ -131,7 +132,7 @@ class Prefiller:
 
     def _forward(
         self,
-        cache: RequestCache,
+        cache: KVCache,
         ids: torch.Tensor,
         done: int,
         spans: list[ReusedSpan],
@@ -151,27 +152,25 @@ class Prefiller:
             stale[repaired] = False
         rows[n - 1] = True  # the last token is always forwarded
         positions = rows.nonzero().flatten().to(ids.device)
-        target = self._target(cache, spans, repaired, stale.nonzero().flatten(), repair)
-        logits = self.adapter.forward(ids[positions], positions, target)
+        reviser = self._reviser(spans, repaired, stale.nonzero().flatten(), repair)
+        with cache.lock, cache.revised_by(reviser):
+            logits = self.adapter.forward(ids[positions], positions, cache)
         cache.length = n
-        if target is not cache:
-            cache.rows += target.rows
         return logits
 
-    def _target(
-        self, cache: RequestCache, spans: list[ReusedSpan], repaired: list[int], stale: torch.Tensor, repair: Repair
-    ) -> RequestCache:
-        """What the forward writes into: the cache itself, or one that corrects the stale positions on the way."""
+    def _reviser(
+        self, spans: list[ReusedSpan], repaired: list[int], stale: torch.Tensor, repair: Repair
+    ) -> Reviser | None:
+        """What corrects the stale positions on the forward's way, if anything does."""
         if repair.everything or not repaired or not stale.numel():
-            return cache
+            return None
+        rope, device = self.adapter.rope, self.adapter.spec.device
         if repair.spread:
             inner = {p for s in spans for p in range(s.start + EDGE, s.end)}
             teachers = [p for p in repaired if p in inner]
             if len(teachers) >= FEWEST:
-                return SpreadingCache(cache, self.adapter.rope, torch.tensor(teachers), stale, repair.spread)
-        if repair.shift:
-            return ShiftingCache(cache, self.adapter.rope, torch.tensor(repaired), stale)
-        return cache
+                return Spreader(rope, torch.tensor(teachers), stale, repair.spread, device)
+        return Shifter(rope, torch.tensor(repaired), stale, device) if repair.shift else None
 
     @staticmethod
     def _note_chunks(prompt: Prompt, done: int, found: list[Found], repaired: set[int], report: Report) -> None:
@@ -187,7 +186,7 @@ class Prefiller:
 
     @staticmethod
     def _note_counts(
-        report: Report, prompt: Prompt, cache: RequestCache, done: int, reused: int, repaired: list[int], exact: int
+        report: Report, prompt: Prompt, cache: KVCache, done: int, reused: int, repaired: list[int], exact: int
     ) -> None:
         report.prompt_tokens = prompt.num_tokens
         report.reused_tokens = done + reused
