@@ -1,10 +1,11 @@
 """The store alone: bytes per token, write and read speed, first-layer latency, look-up times by number of blocks.
 
     python benchmarks/store.py
-    python benchmarks/store.py --blocks 1000,10000,100000,1000000 --folder /mnt/nvme/bench
+    python benchmarks/store.py --blocks 1000,10000 --folder /mnt/nvme/bench
 
-Reads are warm (the page cache holds what was just written): they show what the code costs, not the disk. GB/s are of
-K and V as the model sees them in bfloat16, whatever was stored. A Redis server is measured where one is installed.
+Reads are warm (the page cache holds what was just written) unless they are called cold: they show what the code costs,
+not the disk. GB/s are of K and V as the model sees them in bfloat16, whatever was stored. A Redis server is measured
+where one is installed. A million blocks take 5 GB of space and a few minutes.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -27,19 +30,22 @@ import torch
 from common import environment, write_result
 
 from kvboost_rag.kv.block import Block, BlockHeader
-from kvboost_rag.kv.codec import encode_block, read_header
+from kvboost_rag.kv.codec import encode_block
 from kvboost_rag.kv.compress import compress
-from kvboost_rag.store import DiskStore, MemoryStore, open_store
+from kvboost_rag.store import DiskStore, MemoryStore, Miss, open_store
+from kvboost_rag.store.disk_files import block_name
 
 SHAPES = {"SmolLM2-135M": (30, 3, 64), "Llama-3.1-8B": (32, 8, 128)}  # layers, KV heads, head size
 TOKENS = 512
 KINDS = ("none", "int8", "int4")
+WRITERS = 2  # processes that lay out the files
 
 
-def seconds(work: Callable[[], Any], repeats: int = 5) -> float:
-    """Median time of a call."""
+def seconds(work: Callable[[], Any], repeats: int = 5, before: Callable[[], Any] = lambda: None) -> float:
+    """Median time of a call; ``before`` each is not counted."""
     times = []
     for _ in range(repeats):
+        before()
         started = time.perf_counter()
         work()
         times.append(time.perf_counter() - started)
@@ -66,13 +72,15 @@ def throughput(folder: Path, name: str, kind: str) -> dict[str, float]:
         started = time.perf_counter()
         assert all(store.put(block) for block in blocks)
         write_s = (time.perf_counter() - started) / len(blocks)
-        path = store.files.path(blocks[0].key)
+        key, path = blocks[0].key, store.files.path(blocks[0].key)
         assert path is not None
         stored = path.stat().st_size
-        read_s = seconds(lambda: store.get(blocks[0].key))
+        read_s = seconds(lambda: store.get(key))
         keys = [block.key for block in blocks]
         many_s = seconds(lambda: store.get_many(keys)) / len(keys)
-        first_s = seconds(lambda: first_layer(store, path))
+        first_s = seconds(lambda: first_layer(store, key))
+        cold_first_s = seconds(lambda: first_layer(store, key), before=lambda: drop_from_cache(path))
+        cold_read_s = seconds(lambda: store.get(key), before=lambda: drop_from_cache(path))
         packed = compress(blocks[0], kind).packed
         unpack_s = seconds(packed.unpack) if packed is not None else 0.0
     return {
@@ -83,51 +91,74 @@ def throughput(folder: Path, name: str, kind: str) -> dict[str, float]:
         "read_many_gb_s": size / many_s / 1e9,
         "unpack_gb_s": size / unpack_s / 1e9 if unpack_s else 0.0,
         "first_layer_ms": first_s * 1e3,
+        "all_layers_ms": read_s * 1e3,
+        "cold_first_layer_ms": cold_first_s * 1e3,
+        "cold_all_layers_ms": cold_read_s * 1e3,
     }
 
 
-def first_layer(store: DiskStore, path: Path) -> torch.Tensor:
-    """Header and first layer's bytes of a mapped block, checksums of K and V left out."""
-    buffer, _ = store.files.read(path)
-    _, _, shape, _ = read_header(buffer)
-    layer = (len(buffer) - 4096) // shape[0]
-    return torch.frombuffer(buffer, dtype=torch.uint8, offset=len(buffer) - layer * shape[0], count=layer).clone()
+def first_layer(store: DiskStore, key: str) -> torch.Tensor:
+    """The first layer of a block, verified (and unpacked), as it can be used."""
+    found = store.layers(key)
+    assert not isinstance(found, Miss)
+    return found.layer(0).clone()
+
+
+def drop_from_cache(path: Path) -> None:
+    """Let the next read of a file come from the disk, where the system does as it is told."""
+    with path.open("rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def tiny_block(number: int) -> Block:
+    """One of a million: 4 tokens."""
+    header = BlockHeader(fingerprint="fp1:bench", context="c", context_kind="canonical", created_s=1.0)
+    return Block(torch.zeros(1, 2, 1, 4, 8), (number, 1, 2, 3), header)
+
+
+def lay_out(share: tuple[str, int, int]) -> None:
+    """Write files of blocks by hand, for writing them safely is measured elsewhere."""
+    folder, first, stop = share
+    for number in range(first, stop):
+        block = tiny_block(number)
+        with open(f"{folder}/{block_name(block.key)}", "wb", buffering=0) as file:
+            file.write(encode_block(block))
 
 
 def scale(folder: Path, count: int) -> dict[str, float]:
-    """Look-ups among ``count`` tiny blocks. Files are laid out by hand: writing them safely is measured elsewhere."""
-    tiny = block_of((1, 1, 8), 0, tokens=4, dtype=torch.float32)
-    keys = []
-    with DiskStore(folder, 1 << 50, min_free_bytes=0) as store:
-        for i in range(count):
-            block = Block(tiny.kv, (i, 1, 2, 3), tiny.header)
-            keys.append(block.key)
-            path = store.files.path(block.key)
-            assert path is not None
-            path.parent.mkdir(exist_ok=True)
-            path.write_bytes(encode_block(block))
+    """Look-ups among ``count`` tiny blocks."""
+    DiskStore(folder, 1 << 50, min_free_bytes=0).close()
+    for number in range(256):
+        (folder / f"blocks/{number:02x}").mkdir()
+    cuts = [count * i // WRITERS for i in range(WRITERS + 1)]
+    with get_context("fork").Pool(WRITERS) as pool:
+        pool.map(lay_out, [(str(folder), *cut) for cut in pairwise(cuts)])
     for name in ("index/cache.db", ".indexed"):
         (folder / name).unlink(missing_ok=True)
     started = time.perf_counter()
-    with DiskStore(folder):
+    with DiskStore(folder, min_free_bytes=0):
         build_s = time.perf_counter() - started
+    step = max(1, count // 1000)
+    keys = [tiny_block(number).key for number in range(0, count, step)]
+    tens = [keys[at : at + 10] for at in range(0, len(keys) - 9, 10)]
     started = time.perf_counter()
-    with DiskStore(folder) as store:
+    with DiskStore(folder, min_free_bytes=0) as store:
         open_s = time.perf_counter() - started
         assert store.stats().blocks == count
-        step = max(1, count // 1000)
-        tens = [keys[at : at + 10 * step : step] for at in range(0, count - 10 * step + 1, max(1, count // 100))]
         hits = [seconds(lambda ten=ten: store.get_many(ten), 1) for ten in tens]
         misses = [seconds(lambda ten=ten: store.get_many([f"kv1:{k[4:][::-1]}" for k in ten]), 1) for ten in tens]
         touch_s = seconds(store.flush, 1)
+        assert store.stats().hits == 10 * len(tens)
+        writes = [seconds(lambda i=i: store.put(tiny_block(count + i)), 1) for i in range(20)]
     memory = MemoryStore()
-    for key in keys[:1000]:
-        memory.put(Block(tiny.kv, (keys.index(key), 1, 2, 3), tiny.header))
+    for number in range(min(count, 1000)):
+        memory.put(tiny_block(number * step))
     return {
         "build_index_s": build_s,
         "open_ms": open_s * 1e3,
         "ten_hits_ms": median(hits) * 1e3,
         "ten_misses_ms": median(misses) * 1e3,
+        "write_ms": median(writes) * 1e3,
         "note_uses_ms": touch_s * 1e3,
         "ten_hits_memory_ms": seconds(lambda: memory.get_many(keys[:10])) * 1e3,
     }
@@ -182,9 +213,11 @@ def show(title: str, rows: dict[str, dict[str, float]]) -> None:
 def main() -> None:
     """Measure, print tables, write ``results/store.json``."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--blocks", default="1000,10000,100000")
+    parser.add_argument("--blocks", default="1000,10000,100000,1000000")
     parser.add_argument("--folder", type=Path, default=None, help="where to write; default: a temporary folder")
     args = parser.parse_args()
+    torch.set_num_threads(min(2, torch.get_num_threads()))
+    started = time.perf_counter()
     result: dict[str, Any] = {"environment": environment(), "tokens": TOKENS, "load": os.getloadavg()[0]}
     with tempfile.TemporaryDirectory(dir=args.folder) as top:
         cases = [(name, kind) for name in SHAPES for kind in KINDS]
@@ -200,6 +233,7 @@ def main() -> None:
             result["scale"][f"{count:,}"] = scale(Path(top) / str(count), count)
             shutil.rmtree(Path(top) / str(count))
         show("Look-ups by number of blocks", result["scale"])
+    print(f"\n{time.perf_counter() - started:.0f} s in all")
     print(f"\n{write_result('store', result)}")
 
 

@@ -146,7 +146,7 @@ class Repair:
 
 NAMED_REPAIRS: dict[str, Repair] = {
     "fast": Repair(name="fast"),
-    "balanced": Repair(first=8, query=0.15, cap=0.15, spread=0.5, name="balanced"),
+    "balanced": Repair(first=8, query=0.13, cap=0.13, spread=0.5, name="balanced"),
     "faithful": Repair(first=8, query=0.30, cap=0.30, spread=0.5, name="faithful"),
 }
 

@@ -175,6 +175,16 @@ def test_command_passes_prints_json_and_writes_html(cli: Any, questions: Path, t
     assert "ferry" in page.read_text(encoding="utf-8")
 
 
+def test_command_keeps_the_verdict_unless_told_not_to(cli: Any, questions: Path, engine: KVBoost) -> None:
+    few = (str(questions), "--limit", "1", "--max-tokens", "2", "--max-kl", "1000", "--min-agreement", "0")
+    assert "keeps this verdict" not in cli(*few, "--no-keep").stderr
+    assert engine.engine.verdicts.get(engine.repair) is None
+    assert "keeps this verdict" in cli(*few).stderr
+    verdict = engine.engine.verdicts.get(engine.repair)
+    assert verdict is not None
+    assert (verdict.ok, verdict.max_kl, verdict.questions) == (True, 1000, 1)
+
+
 def test_command_fails_past_a_threshold(cli: Any, questions: Path) -> None:
     result = cli(str(questions), "--repair", "fast", "--max-kl", "0.000001", "--max-tokens", "4", "--limit", "1")
     assert result.exit_code == 1

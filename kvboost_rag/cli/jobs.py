@@ -29,7 +29,7 @@ def child_arguments(ctx: click.Context, leave_out: Collection[str]) -> list[str]
     """
     paths: Sequence[str] = ctx.params["paths"]
     if STDIN in paths:
-        raise UsageError("--jobs cannot share stdin between processes", hint="write it to a file first")
+        raise UsageError("several processes cannot share stdin", hint="write it to a file first")
     words: list[str] = []
     for param in ctx.command.params:
         value = ctx.params.get(param.name or "")
@@ -42,15 +42,24 @@ def child_arguments(ctx: click.Context, leave_out: Collection[str]) -> list[str]
     return [*words, "--", *paths]
 
 
-class _Job:
-    """One child. Its stderr is passed on line by line, its stdout is the report."""
+class Job:
+    """One child. Its stderr is passed on line by line, its stdout is the report.
 
-    def __init__(self, arguments: Sequence[str], label: str) -> None:
+    Args:
+        arguments: what follows ``warmup``.
+        label: its shard, as ``2/8``.
+        command: what to run; by default this very program.
+        folder: where it works; by default here.
+    """
+
+    def __init__(
+        self, arguments: Sequence[str], label: str, command: Sequence[str] = (), folder: str | None = None
+    ) -> None:
         self.label = label
         self.output = ""
         threads = str(max(1, (os.cpu_count() or 1) // int(label.partition("/")[2])))
         self.process = subprocess.Popen(
-            [*CHILD_COMMAND, "warmup", "--shard", label, "--json", *arguments],
+            [*(command or CHILD_COMMAND), "warmup", "--shard", label, "--json", *arguments],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -59,6 +68,7 @@ class _Job:
             errors="replace",
             # A session of its own: Ctrl-C reaches it through us, once, and not a second time from the terminal.
             start_new_session=True,
+            cwd=folder,
             env={"OMP_NUM_THREADS": threads, "TQDM_DISABLE": "1", **os.environ, PARENT: str(os.getpid())},
         )
         self.threads = [Thread(target=self._read_output, daemon=True), Thread(target=self._pass_on, daemon=True)]
@@ -81,29 +91,40 @@ class _Job:
             thread.join()
         self.process.wait()
 
+    def signal(self, number: int) -> None:
+        """Send a signal, if it still runs. SIGTERM is treated like Ctrl-C by it; SIGINT may be ignored in the
+        background of a shell."""
+        if self.process.poll() is None:
+            with suppress(ProcessLookupError):
+                self.process.send_signal(number)
+
     def report(self, interrupted: bool) -> WarmReport:
-        try:
-            return WarmReport.from_dict(json.loads(self.output))
-        except (ValueError, KeyError, TypeError):  # it ended before it could say anything
-            status = self.process.returncode
-            if interrupted or status in (130, -signal.SIGINT, -signal.SIGTERM):
-                return WarmReport(interrupted=True)
-            return WarmReport(problems=[InputProblem(f"job {self.label}", None, f"ended with status {status}")])
+        return report_of(self.label, self.output, self.process.returncode, interrupted)
+
+
+def report_of(label: str, output: str, status: int, interrupted: bool = False) -> WarmReport:
+    """The report of a job by what it printed, or by how it ended."""
+    try:
+        return WarmReport.from_dict(json.loads(output))
+    except (ValueError, KeyError, TypeError):  # it ended before it could say anything
+        if interrupted or status in (130, -signal.SIGINT, -signal.SIGTERM):
+            return WarmReport(interrupted=True)
+        return WarmReport(problems=[InputProblem(f"job {label}", None, f"ended with status {status}")])
 
 
 def run_jobs(arguments: Sequence[str], count: int) -> WarmReport:
     """Run ``count`` shards as processes and merge their reports. Ctrl-C is handed on, and their reports awaited."""
-    jobs: list[_Job] = []
+    jobs: list[Job] = []
     interrupted = False
     try:
         try:
             for number in range(1, count + 1):
-                jobs.append(_Job(arguments, f"{number}/{count}"))
+                jobs.append(Job(arguments, f"{number}/{count}"))
             for job in jobs:
                 job.wait()
         except KeyboardInterrupt:
             interrupted = True
-            _signal(jobs, signal.SIGTERM)  # which warmup treats alike; a background shell lets SIGINT be ignored
+            _signal(jobs, signal.SIGTERM)
             for job in jobs:
                 job.wait()
     finally:  # a second Ctrl-C, or a process that could not be started
@@ -113,8 +134,6 @@ def run_jobs(arguments: Sequence[str], count: int) -> WarmReport:
     return report
 
 
-def _signal(jobs: Sequence[_Job], number: int) -> None:
+def _signal(jobs: Sequence[Job], number: int) -> None:
     for job in jobs:
-        if job.process.poll() is None:
-            with suppress(ProcessLookupError):
-                job.process.send_signal(number)
+        job.signal(number)

@@ -28,13 +28,15 @@ if TYPE_CHECKING:
 @click.option(
     "--html", metavar="FILE", type=click.Path(dir_okay=False), help="Also write a page with coloured answers."
 )
+@click.option("--keep/--no-keep", default=True, show_default=True, help="Keep the verdict in the store, for engines.")
 @common.json_option
 @click.option("--progress/--no-progress", default=True, help="Progress on stderr.")
 def command(questions: str, **params: Any) -> None:
     """Answer every question of QUESTIONS.jsonl twice, with reuse and by full prefill, and compare.
 
     Each line has "question" and "passages", or "messages" (or "prompt") and "chunks". Blocks that the store lacks are
-    computed first. Exit status 1 if the mean KL is above --max-kl or the agreement below --min-agreement.
+    computed first, and the verdict is kept in the store, in place of an earlier one on the same policy. Exit status 1
+    if the mean KL is above --max-kl or the agreement below --min-agreement.
 
     \b
     kvboost-rag verify questions.jsonl --store ~/kv
@@ -54,6 +56,7 @@ def command(questions: str, **params: Any) -> None:
             max_kl=params["max_kl"],
             min_agreement=params["min_agreement"],
             progress=_progress if params["progress"] else None,
+            keep=params["keep"],
         )
     if params["html"]:
         _write(params["html"], report)
@@ -61,6 +64,8 @@ def command(questions: str, **params: Any) -> None:
         common.print_json(report.as_dict())
     else:
         click.echo(report.table())
+        if report.kept:
+            click.echo("The store keeps this verdict: engines over it know it (on_low_fidelity).", err=True)
     raise click.exceptions.Exit(0 if report.ok else 1)
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import re
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from kvboost_rag.cli import common
 from kvboost_rag.cli.jobs import PARENT, child_arguments, run_jobs
@@ -46,7 +47,10 @@ def parse_shard(text: str) -> Shard:
 @click.option(
     "--shard", metavar="i/n", callback=common.parsed(parse_shard), help="Only the i-th of n shares, cut by text hash."
 )
-@click.option("--jobs", type=click.IntRange(min=1), default=1, help="Processes on this machine, one shard each.")
+@click.option(
+    "--jobs", type=click.IntRange(min=1), default=1, help="Processes, one shard each: on this machine, or with --ray."
+)
+@click.option("--ray", is_flag=True, help="Spread the shards over a Ray cluster (RAY_ADDRESS, or this machine).")
 @click.option("--dry-run", is_flag=True, help="Only say how many chunks, tokens, bytes and about how long.")
 @common.json_option
 @click.option("--progress/--no-progress", default=True, help="Progress on stderr.")
@@ -62,6 +66,7 @@ def command(ctx: click.Context, /, paths: tuple[str, ...], **params: Any) -> Non
     kvboost-rag warmup docs/ --store ~/kv --dry-run
     kvboost-rag warmup docs/ --store ~/kv --chunk-size 800 --chunk-overlap 80
     kvboost-rag warmup chunks.jsonl --store /mnt/kv --shard 2/8 --json
+    kvboost-rag warmup /mnt/docs --store redis://cache/0 --ray
     kvboost-rag warmup --llama-index storage/ --store ~/kv
     """
     options = common.EngineOptions.take(params)
@@ -73,10 +78,11 @@ def command(ctx: click.Context, /, paths: tuple[str, ...], **params: Any) -> Non
     with _stopping_on_sigterm():
         if params["dry_run"]:
             _finish_plan(_plan(options, corpus, head, params["shard"]), params["as_json"])
-        elif params["jobs"] > 1:
+        elif params["ray"] or params["jobs"] > 1:
             _check_jobs(params)
-            args = child_arguments(ctx, leave_out=("jobs", "shard", "as_json"))
-            _finish(run_jobs(args, params["jobs"]), params["as_json"])
+            args = child_arguments(ctx, leave_out=("jobs", "ray", "shard", "as_json"))
+            report = _on_ray(ctx, args, options) if params["ray"] else run_jobs(args, params["jobs"])
+            _finish(report, params["as_json"])
         else:
             _finish(_warm(options, corpus, head, params), params["as_json"])
 
@@ -96,7 +102,15 @@ def _corpus(paths: tuple[str, ...], params: dict[str, Any]) -> Corpus:
 
 def _check_jobs(params: dict[str, Any]) -> None:
     if params["shard"]:
-        raise UsageError("--jobs makes its own shards", hint="give --shard or --jobs, not both")
+        raise UsageError("--jobs and --ray make their own shards", hint="give --shard, or one of these")
+
+
+def _on_ray(ctx: click.Context, arguments: Sequence[str], options: common.EngineOptions) -> WarmReport:
+    from kvboost_rag.cli.ray_jobs import run_on_ray
+
+    given = ctx.get_parameter_source("jobs") is not ParameterSource.DEFAULT
+    local = "://" not in (options.store or "")
+    return run_on_ray(arguments, ctx.params["jobs"] if given else None, local_store=local)
 
 
 def _plan(options: common.EngineOptions, corpus: Corpus, head: str | None, shard: Shard | None) -> WarmPlan:

@@ -13,25 +13,25 @@ from __future__ import annotations
 from kvboost_rag.engine.lookup import Found
 from kvboost_rag.engine.prefix import PrefixHit
 from kvboost_rag.kv.rope import RopeTable
-from kvboost_rag.model.cache import RequestCache
+from kvboost_rag.model.cache import KVCache
 
 
-def lay_prefix(cache: RequestCache, hit: PrefixHit) -> None:
+def lay_prefix(cache: KVCache, hit: PrefixHit) -> None:
     """Copy the held positions ``[0, hit.num_tokens)``; keys are rotated already."""
-    n = hit.num_tokens
-    cache.kv[:, :, :, :n].copy_(hit.held.kv[:, :, :, :n])
-    cache.length = max(cache.length, n)
+    cache.take(hit.held.kv, hit.num_tokens)
 
 
-def lay_block(cache: RequestCache, found: Found, rope: RopeTable) -> None:
-    """Rotate K to ``[start, end)`` and copy V, all layers in a few calls."""
+def lay_block(cache: KVCache, found: Found, rope: RopeTable) -> None:
+    """Rotate K to ``[start, end)`` and copy V, all layers in a few calls. Where the cache is paged, straight into its
+    pages, those in host memory included."""
     assert found.block is not None, "a miss has nothing to lay"
-    segment = found.segment
-    n, start, end = len(segment), segment.start, segment.end
-    source = found.block.kv
-    if source.device != cache.kv.device:
-        source = source.to(cache.kv.device, non_blocking=True)
-    target = cache.kv[:, :, :, start:end]
-    rope.rotate_into(target[:, 0], source[:, 0, :, :n], start)
-    target[:, 1].copy_(source[:, 1, :, :n])
-    cache.length = max(cache.length, end)
+    start, end = found.segment.start, found.segment.end
+    with cache.lock:
+        cache.extend(end)
+        for a, b, target in cache.fill(start, end):
+            source = found.block.kv[:, :, :, a - start : b - start]
+            if source.device != target.device:
+                source = source.to(target.device, non_blocking=True)
+            rope.rotate_into(target[:, 0], source[:, 0], a)
+            target[:, 1].copy_(source[:, 1])
+        cache.length = max(cache.length, end)

@@ -100,7 +100,7 @@ def _build(adapter: ModelAdapter, tokens: SpanTokenizer, filler: str, filler_tok
 def compute_context_kv(adapter: ModelAdapter, context: Context) -> torch.Tensor:
     """Rotated KV of a context: ``[num_layers, 2, num_kv_heads, num_context, head_dim]``."""
     n = len(context.token_ids)
-    cache = adapter.new_cache(n)
+    cache = adapter.new_buffer(n)
     if n:
         ids = torch.tensor(context.token_ids, device=adapter.spec.device)
         adapter.forward(ids, torch.arange(n, device=adapter.spec.device), cache)

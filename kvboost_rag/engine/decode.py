@@ -9,7 +9,7 @@ import torch
 
 from kvboost_rag.engine.sample import Sampler
 from kvboost_rag.model.adapter import ModelAdapter
-from kvboost_rag.model.cache import RequestCache
+from kvboost_rag.model.cache import KVCache
 
 Step = Callable[[int, int], torch.Tensor]  # (token id, its position) -> logits [1, vocab]
 
@@ -32,7 +32,7 @@ class CancelToken:
         return self._event.is_set() or (self._parent is not None and self._parent.cancelled)
 
 
-def cached_step(adapter: ModelAdapter, cache: RequestCache) -> Step:
+def cached_step(adapter: ModelAdapter, cache: KVCache) -> Step:
     """One decoding step over our own cache."""
 
     def step(token_id: int, position: int) -> torch.Tensor:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from contextlib import nullcontext
 from time import perf_counter
 
 import torch
 
 from kvboost_rag.chunk import Prompt, Segment
 from kvboost_rag.config import Repair
+from kvboost_rag.engine.cost import CostModel
 from kvboost_rag.engine.decode import Step, cached_step, token_loop
 from kvboost_rag.engine.encode import ChunkEncoder
+from kvboost_rag.engine.guard import FidelityGuard, OnLowFidelity
+from kvboost_rag.engine.leave import store_missed
 from kvboost_rag.engine.lookup import BlockFinder
 from kvboost_rag.engine.plain import plain_prefill
 from kvboost_rag.engine.prefill import Prefiller, Prepared
@@ -22,13 +26,15 @@ from kvboost_rag.engine.request import Request, is_token_ids
 from kvboost_rag.engine.result import Piece, Result, Score
 from kvboost_rag.engine.sample import Sampler
 from kvboost_rag.engine.segment import Segmenter
+from kvboost_rag.engine.spot import SpotChecker, Watch
 from kvboost_rag.engine.text import Detokenizer
 from kvboost_rag.engine.tokens import SpanTokenizer
+from kvboost_rag.engine.totals import Totals
+from kvboost_rag.engine.verdicts import Verdicts
 from kvboost_rag.errors import ContextLengthError, EmptyPromptError, UsageError
 from kvboost_rag.kv.block import Block
 from kvboost_rag.model.adapter import ModelAdapter
 from kvboost_rag.store.base import BlockStore
-from kvboost_rag.store.null import NullStore
 
 log = logging.getLogger("kvboost_rag")
 
@@ -37,10 +43,21 @@ LONG_PROMPT_TOKENS = 512  # a prompt this long without a match, with a filled st
 
 class Engine:
     """Answers requests over one model, one store and one encoder. Safe from several threads: each forward takes the
-    model's lock, requests hold no shared state but the store and the prefix cache."""
+    model's lock, requests hold no shared state but the store and the prefix cache.
+
+    Without options it answers as it is asked to and says nothing: this is how verifications measure.
+    """
 
     def __init__(
-        self, adapter: ModelAdapter, tokens: SpanTokenizer, encoder: ChunkEncoder, *, prefix_bytes: int
+        self,
+        adapter: ModelAdapter,
+        tokens: SpanTokenizer,
+        encoder: ChunkEncoder,
+        *,
+        prefix_bytes: int,
+        on_low_fidelity: OnLowFidelity = "ignore",
+        costs: CostModel | None = None,
+        spot: SpotChecker | None = None,
     ) -> None:
         self.adapter = adapter
         self.tokens = tokens
@@ -48,9 +65,14 @@ class Engine:
         self.store: BlockStore = encoder.store
         self.salt = encoder.salt
         self.prefixes = PrefixCache(prefix_bytes)
+        self.totals = Totals()
         self.segmenter = Segmenter(tokens, self.store.anchors, self._tokens_of_key, self.salt)
         self.prefiller = Prefiller(adapter, BlockFinder(encoder, self.store))
         self.eos_ids = _eos_ids(adapter)
+        self.verdicts = Verdicts(encoder)
+        self.guard = FidelityGuard(self.verdicts, on_low_fidelity)
+        self.costs = costs
+        self.spot = spot
         self._warned: set[str] = set()
 
     def _tokens_of_key(self, key: str) -> tuple[int, ...] | None:
@@ -116,12 +138,22 @@ class Engine:
 
     def run(self, request: Request) -> Iterator[Piece]:
         """Answer ``request`` piece by piece; the last piece carries the result."""
+        with self.spot.request() if self.spot else nullcontext():
+            yield from self._run(request)
+
+    def _run(self, request: Request) -> Iterator[Piece]:
         started = perf_counter()
+        request, changed = self.guard.admit(request)
         report = Report(reuse=request.reuse, repair=request.repair.label if request.reuse == "chunks" else "none")
+        report.warnings += [changed] if changed else []
         if request.cancel.cancelled:  # while it waited in a queue
             yield Piece("", Result("", [], "cancelled", report))
             return
-        prompt, prepared, step = self._prepare(request, report, request.max_new_tokens)
+        prompt, prepared, step = self._prepare(request, report, request.max_new_tokens, self.costs)
+        self.guard.note(request, report)
+        self.totals.prefilled(report)
+        watch = self._watch(request, prompt, report)
+        step = watch.record(prepared.logits, step) if watch else step
         sampler = Sampler(request.sampling, self.adapter.spec.device, list(request.logits_processors))
         detok = Detokenizer(self.adapter.tokenizer, request.stop)
         ids: list[int] = []
@@ -154,15 +186,25 @@ class Engine:
         finished = ended or detok.stopped
         reason = "stop" if finished else "cancelled" if request.cancel.cancelled else "length"
         report.new_tokens = len(ids)
+        report.note_cache(prepared.cache.counts())
         self._hold(request, prepared, ids, report)
         with report.stage("store"):
-            report.stored_tokens = 0 if request.cancel.cancelled else self._store_missed(prepared)
+            report.stored_tokens = 0 if request.cancel.cancelled else store_missed(self.prefiller.finder, prepared)
+            if self.costs is not None and prepared.deal is not None and not request.cancel.cancelled:
+                self.costs.after(prompt, prepared.deal)
+        if watch and self.spot:
+            self.spot.offer(watch, ids)
         report.total_s = perf_counter() - started
+        self.totals.answered(report, reason)
         yield Piece("", Result("".join(parts), ids, reason, report))
+
+    def _watch(self, request: Request, prompt: Prompt, report: Report) -> Watch | None:
+        """What this answer is recorded in, if it is to be checked; exact answers need not be."""
+        return self.spot.watch(request, prompt) if self.spot and not report.exact else None
 
     def score(self, request: Request, continuation: str | list[int], *, logits: bool) -> Score:
         """Teacher-forced log-probabilities of ``continuation`` after the prompt; it never takes part in choosing
-        what to repair, and leaves nothing held."""
+        what to repair, and leaves nothing held. It measures what it was asked for, whatever verdict there is on it."""
         started = perf_counter()
         ids = list(self.tokens.plain(continuation)) if isinstance(continuation, str) else list(continuation)
         if not ids:
@@ -170,6 +212,7 @@ class Engine:
         self._checked(ids)
         report = Report(reuse=request.reuse, repair=request.repair.label if request.reuse == "chunks" else "none")
         prompt, prepared, step = self._prepare(request, report, len(ids))
+        self.totals.prefilled(report)
         report.ttft_s = perf_counter() - started
         rows = [prepared.logits]
         if prepared.plain_cache is not None:  # the model's own cache takes one token at a time
@@ -183,10 +226,13 @@ class Engine:
             )
         all_logits = torch.cat(rows).float()
         logprobs = all_logits.log_softmax(-1).gather(1, torch.tensor(ids, device=all_logits.device)[:, None])[:, 0]
+        report.note_cache(prepared.cache.counts())
         report.total_s = perf_counter() - started
         return Score(ids, logprobs.cpu(), report, all_logits.cpu() if logits else None)
 
-    def _prepare(self, request: Request, report: Report, new_tokens: int) -> tuple[Prompt, Prepared, Step]:
+    def _prepare(
+        self, request: Request, report: Report, new_tokens: int, costs: CostModel | None = None
+    ) -> tuple[Prompt, Prepared, Step]:
         if request.reuse != "off":
             self.adapter.require_reuse()
         prompt, hit = self.segment(request, report)
@@ -195,7 +241,7 @@ class Engine:
         if not self.adapter.runs_own_cache(prompt.num_tokens + new_tokens):
             prepared, step = plain_prefill(self.adapter, prompt, report)
             return prompt, prepared, step
-        prepared = self.prefiller.prepare(prompt, hit, request.repair, prompt.num_tokens + new_tokens, report)
+        prepared = self.prefiller.prepare(prompt, hit, request.repair, prompt.num_tokens + new_tokens, report, costs)
         return prompt, prepared, cached_step(self.adapter, prepared.cache)
 
     def _check_length(self, prompt: int, new: int, request: Request) -> None:
@@ -256,7 +302,7 @@ class Engine:
                 segments=segments,
                 token_ids=kv_tokens,
                 exact_tokens=exact,
-                kv=prepared.cache.kv,
+                kv=prepared.cache.held(),
                 prompt_chars=len(prompt.text),
                 contents=prompt.contents,
             )
@@ -268,21 +314,6 @@ class Engine:
         if not prompt.text or not self.tokens.is_plain(answer):
             return ""
         return prompt.text + self.tokens.prefix_text(answer)
-
-    def _store_missed(self, prepared: Prepared) -> int:
-        """Encode and store the chunks that were missed, after the answer; returns their tokens."""
-        stored = 0
-        seen: set[tuple[int, ...]] = set()
-        for segment in () if isinstance(self.store, NullStore) else prepared.missed:
-            ids = segment.token_ids
-            if segment.cut or ids in seen or len(ids) > self.encoder.max_chunk_tokens:
-                continue
-            seen.add(ids)
-            block = self.encoder.encode([ids], texts=[segment.text])[0]
-            if self.store.put(block):
-                self.encoder.register([(segment.text, block.key)])
-                stored += len(ids)
-        return stored
 
 
 def _eos_ids(adapter: ModelAdapter) -> frozenset[int]:

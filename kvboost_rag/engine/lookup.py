@@ -34,14 +34,15 @@ class BlockFinder:
     def find(self, segments: Sequence[Segment], token_ids: tuple[int, ...], start: int = 0) -> list[Found]:
         """One :class:`Found` per chunk segment that begins at or after token ``start``, in order."""
         chunks = [s for s in segments if s.kind == "chunk" and s.start >= start]
-        wanted = [(s, self._own_head_key(s, segments, token_ids), self._key(s)) for s in chunks]
+        wanted = [(s, self._own_head_key(s, segments, token_ids), self.key(s)) for s in chunks]
         first_try = [own or key for _, own, key in wanted]
         results = self.store.get_many(first_try)
         return [
             self._judge(segment, own, key, result) for (segment, own, key), result in zip(wanted, results, strict=True)
         ]
 
-    def _key(self, segment: Segment) -> str:
+    def key(self, segment: Segment) -> str:
+        """The key of the canonical-context block of a chunk segment."""
         return segment.keys[0] if segment.cut else self.encoder.key(segment.token_ids)
 
     def _own_head_key(self, segment: Segment, segments: Sequence[Segment], ids: tuple[int, ...]) -> str | None:

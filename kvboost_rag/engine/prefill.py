@@ -10,6 +10,7 @@ import torch
 from kvboost_rag.chunk import Prompt, Segment
 from kvboost_rag.config import Repair
 from kvboost_rag.engine.compose import lay_block, lay_prefix
+from kvboost_rag.engine.cost import CHEAPER, CostModel, Deal, settled
 from kvboost_rag.engine.lookup import BlockFinder, Found
 from kvboost_rag.engine.prefix import PrefixHit
 from kvboost_rag.engine.repair import (
@@ -21,10 +22,10 @@ from kvboost_rag.engine.repair import (
     top_positions,
 )
 from kvboost_rag.engine.report import ChunkReport, Report
-from kvboost_rag.engine.shift import ShiftingCache
-from kvboost_rag.engine.spread import EDGE, FEWEST, SpreadingCache
+from kvboost_rag.engine.shift import Shifter
+from kvboost_rag.engine.spread import EDGE, FEWEST, Spreader
 from kvboost_rag.model.adapter import ModelAdapter
-from kvboost_rag.model.cache import RequestCache
+from kvboost_rag.model.cache import KVCache, Reviser
 
 
 @dataclass(slots=True)
@@ -32,10 +33,12 @@ class Prepared:
     """A prompt whose KV is in place: ``logits [1, vocab]`` are those of its last token."""
 
     prompt: Prompt
-    cache: RequestCache
+    cache: KVCache
     logits: torch.Tensor
     exact_tokens: int  # leading positions whose KV equals a full prefill
     missed: list[Segment] = field(default_factory=list)
+    skipped: list[Segment] = field(default_factory=list)  # not looked up: recomputing is cheaper
+    deal: Deal | None = None  # what a cost model thought of it
     plain_cache: Any = None  # the model's own cache, where ours cannot serve
 
 
@@ -46,29 +49,45 @@ class Prefiller:
         self.adapter = adapter
         self.finder = finder
 
-    def prepare(self, prompt: Prompt, hit: PrefixHit | None, repair: Repair, capacity: int, report: Report) -> Prepared:
-        """Compose, repair and forward. ``capacity`` counts prompt and new tokens."""
+    def prepare(
+        self,
+        prompt: Prompt,
+        hit: PrefixHit | None,
+        repair: Repair,
+        capacity: int,
+        report: Report,
+        costs: CostModel | None = None,
+    ) -> Prepared:
+        """Compose, repair and forward. ``capacity`` counts prompt and new tokens. ``costs`` may decide against reuse,
+        and learns from what it sees."""
         cache = self.adapter.new_cache(capacity)
+        cache.extend(prompt.num_tokens)
         ids = torch.tensor(prompt.token_ids, device=self.adapter.spec.device)
         done = self._lay_prefix(cache, prompt, hit, report)
         rest = [s for s in prompt.segments if s.end > done]
         with report.stage("lookup"):
-            found = self._find(prompt, done)
-        with report.stage("compose"):
+            deal = self._weigh(costs, prompt, done, repair)
+            found = self._find(prompt, done, deal)
+        with report.stage("compose"), settled(costs):
             for f in found:
                 if f.block is not None:
                     lay_block(cache, f, self.adapter.rope)
         spans = [ReusedSpan(f.segment.start, f.segment.end, f.exact) for f in found if f.block is not None]
         repaired = self._choose(prompt, cache, ids, done, spans, repair, report)
         self._note_chunks(prompt, done, found, set(repaired), report)
-        with report.stage("forward"):
+        with report.stage("forward"), settled(costs):
             logits = self._forward(cache, ids, done, spans, repaired, repair)
+        if costs is not None and deal is not None:
+            rows = cache.rows - cache.scoring_rows
+            costs.observe(deal, rows, len(spans), len(found) - len(spans), report.stages)
         exact = _exact_tokens(rest, done, hit, found, repair, prompt.num_tokens)
         reused = sum(s.end - s.start for s in spans) - len({*repaired, *_last_in(spans, prompt.num_tokens - 1)})
         self._note_counts(report, prompt, cache, done, reused, repaired, exact)
-        return Prepared(prompt, cache, logits, exact, [f.segment for f in found if f.block is None])
+        missed = [f.segment for f in found if f.block is None]
+        skipped = deal is not None and deal.skip
+        return Prepared(prompt, cache, logits, exact, [] if skipped else missed, missed if skipped else [], deal=deal)
 
-    def _lay_prefix(self, cache: RequestCache, prompt: Prompt, hit: PrefixHit | None, report: Report) -> int:
+    def _lay_prefix(self, cache: KVCache, prompt: Prompt, hit: PrefixHit | None, report: Report) -> int:
         if hit is None:
             return 0
         with report.stage("prefix"):
@@ -76,7 +95,15 @@ class Prefiller:
         report.prefix_tokens, report.prefix_exact = hit.num_tokens, hit.exact
         return hit.num_tokens
 
-    def _find(self, prompt: Prompt, done: int) -> list[Found]:
+    def _weigh(self, costs: CostModel | None, prompt: Prompt, done: int, repair: Repair) -> Deal | None:
+        if costs is None:
+            return None
+        chunks = [s for s in prompt.chunks if s.start >= done]
+        return costs.weigh(prompt, done, [(s, self.finder.key(s)) for s in chunks], repair)
+
+    def _find(self, prompt: Prompt, done: int, deal: Deal | None) -> list[Found]:
+        if deal is not None and deal.skip:
+            return [Found(s, None, False, CHEAPER) for s in prompt.chunks if s.start >= done]
         if not any(s.kind == "chunk" and s.end > done for s in prompt.segments):
             return []
         return self.finder.find(prompt.segments, prompt.token_ids, done)
@@ -84,7 +111,7 @@ class Prefiller:
     def _choose(
         self,
         prompt: Prompt,
-        cache: RequestCache,
+        cache: KVCache,
         ids: torch.Tensor,
         done: int,
         spans: list[ReusedSpan],
@@ -112,7 +139,7 @@ class Prefiller:
         return sorted(chosen)
 
     def _question_scores(
-        self, prompt: Prompt, cache: RequestCache, ids: torch.Tensor, done: int, spans: list[ReusedSpan]
+        self, prompt: Prompt, cache: KVCache, ids: torch.Tensor, done: int, spans: list[ReusedSpan]
     ) -> torch.Tensor:
         """Chunks that are in place are scored, glue is hidden even where it is held: so the choice, and with it the
         answer, does not depend on what an earlier request left behind."""
@@ -123,7 +150,7 @@ class Prefiller:
             hidden[start:end] = False
         empty = hidden.clone()
         empty[:done] = False  # fresh memory may hold NaN, which no mask stops
-        cache.kv[:, :, :, : prompt.num_tokens].index_fill_(3, empty.nonzero().flatten(), 0.0)
+        cache.clear(empty.nonzero().flatten())
         last = prompt.segments[-1]
         first = last.start if last.kind == "glue" else prompt.num_tokens - 1
         question = torch.arange(max(first, done), prompt.num_tokens, device=ids.device)
@@ -131,7 +158,7 @@ class Prefiller:
 
     def _forward(
         self,
-        cache: RequestCache,
+        cache: KVCache,
         ids: torch.Tensor,
         done: int,
         spans: list[ReusedSpan],
@@ -151,27 +178,25 @@ class Prefiller:
             stale[repaired] = False
         rows[n - 1] = True  # the last token is always forwarded
         positions = rows.nonzero().flatten().to(ids.device)
-        target = self._target(cache, spans, repaired, stale.nonzero().flatten(), repair)
-        logits = self.adapter.forward(ids[positions], positions, target)
+        reviser = self._reviser(spans, repaired, stale.nonzero().flatten(), repair)
+        with cache.lock, cache.revised_by(reviser):
+            logits = self.adapter.forward(ids[positions], positions, cache)
         cache.length = n
-        if target is not cache:
-            cache.rows += target.rows
         return logits
 
-    def _target(
-        self, cache: RequestCache, spans: list[ReusedSpan], repaired: list[int], stale: torch.Tensor, repair: Repair
-    ) -> RequestCache:
-        """What the forward writes into: the cache itself, or one that corrects the stale positions on the way."""
+    def _reviser(
+        self, spans: list[ReusedSpan], repaired: list[int], stale: torch.Tensor, repair: Repair
+    ) -> Reviser | None:
+        """What corrects the stale positions on the forward's way, if anything does."""
         if repair.everything or not repaired or not stale.numel():
-            return cache
+            return None
+        rope, device = self.adapter.rope, self.adapter.spec.device
         if repair.spread:
             inner = {p for s in spans for p in range(s.start + EDGE, s.end)}
             teachers = [p for p in repaired if p in inner]
             if len(teachers) >= FEWEST:
-                return SpreadingCache(cache, self.adapter.rope, torch.tensor(teachers), stale, repair.spread)
-        if repair.shift:
-            return ShiftingCache(cache, self.adapter.rope, torch.tensor(repaired), stale)
-        return cache
+                return Spreader(rope, torch.tensor(teachers), stale, repair.spread, device)
+        return Shifter(rope, torch.tensor(repaired), stale, device) if repair.shift else None
 
     @staticmethod
     def _note_chunks(prompt: Prompt, done: int, found: list[Found], repaired: set[int], report: Report) -> None:
@@ -187,7 +212,7 @@ class Prefiller:
 
     @staticmethod
     def _note_counts(
-        report: Report, prompt: Prompt, cache: RequestCache, done: int, reused: int, repaired: list[int], exact: int
+        report: Report, prompt: Prompt, cache: KVCache, done: int, reused: int, repaired: list[int], exact: int
     ) -> None:
         report.prompt_tokens = prompt.num_tokens
         report.reused_tokens = done + reused

@@ -16,13 +16,15 @@ from itertools import count
 import torch
 
 from kvboost_rag.chunk import Segment
+from kvboost_rag.model.cache import KVCache
 
 MAX_ENTRIES = 256
 
 
 @dataclass(slots=True)
 class Held:
-    """KV of ``len(token_ids)`` positions, rotated: ``kv [num_layers, 2, num_kv_heads, >= num_tokens, head_dim]``."""
+    """KV of ``len(token_ids)`` positions, rotated: ``kv [num_layers, 2, num_kv_heads, >= num_tokens, head_dim]``, or
+    pages, which move to host memory when the device needs theirs."""
 
     fingerprint: str
     salt: str
@@ -31,14 +33,14 @@ class Held:
     segments: tuple[Segment, ...]
     token_ids: tuple[int, ...]
     exact_tokens: int
-    kv: torch.Tensor
+    kv: torch.Tensor | KVCache
     prompt_chars: int = 0  # of the text: the prompt, without the answer
     contents: tuple[tuple[int, int], ...] = ()  # characters of the prompt that came from messages
     id: int = field(default_factory=count().__next__)
 
     @property
     def nbytes(self) -> int:
-        return self.kv.numel() * self.kv.element_size()
+        return int(self.kv.nbytes)
 
     def begins(self, text: str, contents: tuple[tuple[int, int], ...]) -> bool:
         """Whether a prompt starts with all of this, read in the same way: the same words may be the template's in one

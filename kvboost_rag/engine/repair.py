@@ -6,15 +6,17 @@ budget is a total: boundary tokens first, then the scored ones, never more than 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from kvboost_rag.config import Repair
-from kvboost_rag.model.adapter import ModelAdapter, StopForward
-from kvboost_rag.model.attention import RowsPlan
-from kvboost_rag.model.cache import RequestCache
+from kvboost_rag.model.adapter import ModelAdapter
+from kvboost_rag.model.attention import Plan, RowsPlan
+from kvboost_rag.model.cache import KVCache, LayerStretch, StopForward
+from kvboost_rag.model.paged.attention import PagedPlan
+from kvboost_rag.model.paged.cache import PagedCache
 
 SCORE_FROM, SCORE_TO = 1 / 2, 1.0  # scores come from the layers between these shares of the depth
 CHECK_LAYER = 1  # CacheBlend's check layer
@@ -51,28 +53,67 @@ class AttentionScores:
         self.positions = positions
         self.hidden = hidden
         self.total: torch.Tensor | None = None  # [kv]
+        self._blocked: torch.Tensor | None = None  # [rows, kv], the same in every layer
 
-    def observe(self, layer: int, query: torch.Tensor, key: torch.Tensor, scaling: float) -> None:
-        if layer < self.first_layer:
-            return
+    def observe(self, query: torch.Tensor, key: torch.Tensor, scaling: float) -> torch.Tensor:
+        """Add one layer's attention; returns it, ``[num_kv_heads, group, rows, kv]``."""
         _, heads, rows, dim = query.shape
         kv_heads, kv = key.shape[1], key.shape[2]
         q = query[0].reshape(kv_heads, heads // kv_heads * rows, dim).float()
-        scores = torch.matmul(q, key[0].float().transpose(1, 2)) * scaling  # [Hkv, G * rows, kv]
-        blocked = torch.arange(kv, device=key.device)[None] > self.positions[:, None]
-        blocked |= self.hidden[None, :kv]
-        scores = scores.reshape(kv_heads, -1, rows, kv).masked_fill_(blocked, float("-inf"))
-        weights = scores.softmax(-1).sum((0, 1, 2))
-        self.total = weights if self.total is None else self.total + weights
+        scores = torch.matmul(q, key[0].float().transpose(1, 2)).mul_(scaling)  # [Hkv, G * rows, kv]
+        if self._blocked is None or self._blocked.shape[1] != kv:
+            self._blocked = torch.arange(kv, device=key.device)[None] > self.positions[:, None]
+            self._blocked |= self.hidden[None, :kv]
+        weights = scores.reshape(kv_heads, -1, rows, kv).masked_fill_(self._blocked, float("-inf")).softmax(-1)
+        seen = weights.sum((0, 1, 2))
+        self.total = seen if self.total is None else self.total + seen
+        return weights
+
+    def add(
+        self, layer: int, query: torch.Tensor, parts: Iterable[LayerStretch], scaling: float, lse: torch.Tensor
+    ) -> None:
+        """:meth:`observe` over keys that come in parts, given the rows' log-sum-exp ``lse [Hkv, G, q]`` over all."""
+        if layer < self.first_layer:
+            return
+        _, heads, rows, dim = query.shape
+        kv_heads = lse.shape[0]
+        if self.total is None:
+            self.total = torch.zeros(int(self.positions[-1]) + 1, device=query.device)
+        q = query[0].reshape(kv_heads, heads // kv_heads * rows, dim).float()
+        for start, end, keys, _ in parts:
+            scores = torch.matmul(q, keys.float().transpose(1, 2)) * scaling
+            at = torch.arange(start, end, device=keys.device)
+            blocked = (at[None] > self.positions[:, None]) | self.hidden[None, start:end]
+            scores = scores.reshape(kv_heads, -1, rows, end - start).masked_fill_(blocked, float("-inf"))
+            self.total[start:end] += (scores - lse[..., None]).exp_().sum((0, 1, 2))
+
+
+class PagedScoringPlan(PagedPlan):
+    """:class:`MaskedRowsPlan` over pages: each layer's keys pass twice, for the attention and for the scores."""
+
+    def __init__(
+        self, cache: PagedCache, positions: torch.Tensor, hidden: torch.Tensor, scores: AttentionScores
+    ) -> None:
+        super().__init__(cache, positions, hidden=hidden)
+        self.scores = scores
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
+        out, lse = self.run(layer, query, scaling)
+        self.scores.add(layer, query, self.cache.layer_stretches(layer, 0, self.kv_length), scaling, lse)
+        if layer >= self.scores.last_layer:
+            raise StopForward
+        return out
 
 
 class MaskedRowsPlan(RowsPlan):
     """Rows that must not see ``hidden`` positions (their KV is not there yet)."""
 
     def __init__(self, positions: torch.Tensor, hidden: torch.Tensor, scores: AttentionScores) -> None:
-        super().__init__(positions, observe=scores.observe)
+        super().__init__(positions)
         self.hidden = hidden
-        self.last_layer = scores.last_layer
+        self.scores = scores
         self.is_full = False
 
     def _hidden(self, index: int, device: torch.device) -> torch.Tensor:
@@ -82,16 +123,25 @@ class MaskedRowsPlan(RowsPlan):
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
     ) -> torch.Tensor:
-        assert self.observe is not None, "a masked plan exists to observe"
-        self.observe(layer, query, key, scaling)
-        if layer >= self.last_layer:
+        if layer < self.scores.first_layer:
+            return self._tiled(layer, query, key, value, scaling, query.shape[1] // key.shape[1])
+        weights = self.scores.observe(query, key, scaling)
+        if layer >= self.scores.last_layer:
             raise StopForward  # nothing behind this layer's queries and keys is of use
-        return self._tiled(query, key, value, scaling, query.shape[1] // key.shape[1])
+        out = torch.matmul(weights.flatten(1, 2).to(value.dtype), value[0])  # the weights are here: no second attention
+        return out.view(*weights.shape[:3], -1).permute(2, 0, 1, 3).reshape(1, query.shape[2], query.shape[1], -1)
+
+
+def scoring_plan(cache: KVCache, question: torch.Tensor, seen: torch.Tensor, scores: AttentionScores) -> Plan:
+    """The plan that scores over ``cache``, which holds the question's positions already."""
+    if isinstance(cache, PagedCache) and not cache.whole:
+        return PagedScoringPlan(cache, question, seen, scores)
+    return MaskedRowsPlan(question, seen, scores)
 
 
 def question_scores(
     adapter: ModelAdapter,
-    cache: RequestCache,
+    cache: KVCache,
     token_ids: torch.Tensor,
     question: torch.Tensor,
     hidden: torch.Tensor,
@@ -106,39 +156,44 @@ def question_scores(
     seen = hidden.clone()
     seen[question] = False
     scores = AttentionScores(adapter.spec.num_layers, question, seen)
-    plan = MaskedRowsPlan(question, seen, scores)
     before = cache.rows
-    adapter.probe(token_ids[question], question, cache, plan, layers=scores.last_layer + 1)
+    with cache.lock:
+        cache.extend(int(question[-1]) + 1)
+        plan = scoring_plan(cache, question, seen, scores)
+        adapter.probe(token_ids[question], question, cache, plan, layers=scores.last_layer + 1)
     cache.scoring_rows += cache.rows - before
     assert scores.total is not None, "late layers must have been observed"
     return scores.total
 
 
-class _DeviationCache(RequestCache):
+class _Deviation:
     """Measures ``|K_new - K_old|^2`` at the check layer, keeps the fresh K and V, and ends the forward there."""
 
-    deviation: torch.Tensor | None = None
+    def __init__(self, num_tokens: int, device: torch.device) -> None:
+        self.found = torch.zeros(num_tokens, device=device)
 
-    def update(self, key_states, value_states, layer_idx, *args, **kwargs):  # type: ignore[no-untyped-def]
-        if layer_idx == CHECK_LAYER:
-            old = self.kv[layer_idx, 0][:, : self.length]
-            self.deviation = (key_states[0].float() - old.float()).square().sum((0, 2))
-        out = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        if layer_idx == CHECK_LAYER:
+    def at(self, positions: torch.Tensor) -> None:
+        """Every position is a row."""
+
+    def revise(self, cache: KVCache, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """See :class:`~kvboost_rag.model.cache.Reviser`."""
+        if layer == CHECK_LAYER:
+            for a, b, old, _ in cache.layer_stretches(layer, 0, self.found.numel()):
+                self.found[a:b] = (keys[:, a:b].float() - old.float()).square().sum((0, 2))
+            cache.write(layer, keys, values)
             raise StopForward
-        return out
 
 
-def key_deviation(adapter: ModelAdapter, cache: RequestCache, token_ids: torch.Tensor) -> torch.Tensor:
+def key_deviation(adapter: ModelAdapter, cache: KVCache, token_ids: torch.Tensor) -> torch.Tensor:
     """CacheBlend's score: deviation of K at the check layer, per position; runs ``CHECK_LAYER`` layers on all rows
     (attention of layers below is full and causal) and leaves the fresh K and V of those layers in the cache."""
-    probe = _DeviationCache(cache.kv)
+    deviation = _Deviation(token_ids.numel(), token_ids.device)
     positions = torch.arange(token_ids.numel(), device=token_ids.device)
-    adapter.probe(token_ids, positions, probe, RowsPlan(positions), layers=CHECK_LAYER + 1)
-    assert probe.deviation is not None, "the check layer must have run"
-    cache.rows += probe.rows
-    cache.scoring_rows += probe.rows
-    return probe.deviation
+    before = cache.rows
+    with cache.lock, cache.revised_by(deviation):
+        adapter.probe(token_ids, positions, cache, None, layers=CHECK_LAYER + 1)
+    cache.scoring_rows += cache.rows - before
+    return deviation.found
 
 
 def budget(repair: Repair, share: float, context: int, taken: int) -> int:

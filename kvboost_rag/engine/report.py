@@ -6,7 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvboost_rag.model.cache import CacheCounts
 
 
 @dataclass(slots=True)
@@ -46,6 +49,9 @@ class Report:
     scoring_tokens: float = 0.0  # of the forwarded: spent on choosing what to repair
     stored_tokens: int = 0  # misses encoded and stored after the answer
     new_tokens: int = 0
+    host_tokens: int = 0  # positions whose KV lies in host memory at the end (kv_vram=)
+    spilled_pages: int = 0  # that moved there while this request ran
+    host_attended_tokens: int = 0  # positions that the CPU attended to, summed over decoded tokens
     ttft_s: float = 0.0
     total_s: float = 0.0
     stages: dict[str, float] = field(default_factory=dict)  # seconds
@@ -80,6 +86,11 @@ class Report:
 
         return report_html(self)
 
+    def note_cache(self, counts: CacheCounts) -> None:
+        """Where the KV lay in the end."""
+        self.host_tokens, self.spilled_pages = counts.host_tokens, counts.spilled_pages
+        self.host_attended_tokens = counts.host_attended_tokens
+
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
         """Add the seconds of a ``with`` block to ``stages[name]``."""
@@ -101,6 +112,8 @@ class Report:
             f"repaired {self.repaired_tokens}, forwarded {self.forwarded_tokens:.0f} ({self.forwarded_tokens / n:.0%})"
         )
         lines.append(f"reuse={self.reuse} repair={self.repair} {'exact' if self.exact else 'approximate'}")
+        if self.host_tokens:
+            lines.append(f"KV of {self.host_tokens} tokens in host memory, {self.spilled_pages} pages moved there")
         stages = ", ".join(f"{name} {1e3 * s:.0f} ms" for name, s in self.stages.items())
         lines.append(f"first token after {1e3 * self.ttft_s:.0f} ms ({stages}); {self.new_tokens} new tokens")
         lines += [f"warning: {w}" for w in self.warnings]

@@ -7,36 +7,35 @@ residual ``new - stale`` of the recomputed keys (un-rotated, over all chunks) is
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from kvboost_rag.kv.rope import RopeTable
-from kvboost_rag.model.cache import RequestCache
+from kvboost_rag.model.cache import KVCache
 
 
-class ShiftingCache(RequestCache):
-    """Writes into ``base``'s buffers; ``repaired`` rows teach the shift, ``stale`` rows receive it."""
+class Shifter:
+    """A reviser of caches: ``repaired`` rows teach the shift, ``stale`` positions receive it. Both ascending."""
 
-    def __init__(self, base: RequestCache, rope: RopeTable, repaired: torch.Tensor, stale: torch.Tensor) -> None:
-        super().__init__(base.kv, base.length)
+    def __init__(self, rope: RopeTable, repaired: torch.Tensor, stale: torch.Tensor, device: torch.device) -> None:
         self.rope = rope
-        self.repaired = repaired.to(base.kv.device)
-        self.stale = stale.to(base.kv.device)
+        self.repaired = repaired.to(device)
+        self.stale = stale.to(device)
         self._row_of: torch.Tensor | None = None
 
     def at(self, positions: torch.Tensor) -> None:
-        super().at(positions)
+        """See :class:`~kvboost_rag.model.cache.Reviser`."""
         self._row_of = torch.searchsorted(positions, self.repaired)
 
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        keys = self.kv[layer_idx, 0]  # [Hkv, capacity, D]
-        old = keys[:, self.repaired]
-        new = key_states[0][:, self._row_of]
+    def revise(self, cache: KVCache, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """See :class:`~kvboost_rag.model.cache.Reviser`."""
+        old = cache.gather(layer, self.repaired)[0]
+        new = keys[:, self._row_of]
         residual = self.rope.unrotate_at(new.float(), self.repaired) - self.rope.unrotate_at(old.float(), self.repaired)
-        mean = residual.mean(1, keepdim=True).expand(-1, self.stale.numel(), -1)  # [Hkv, stale, D]
-        moved = keys[:, self.stale].float() + self.rope.rotate_at(mean, self.stale)
-        keys.index_copy_(1, self.stale, moved.to(keys.dtype))
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        mean = residual.mean(1, keepdim=True)  # [Hkv, 1, D]
+        first, end = int(self.stale[0]), int(self.stale[-1]) + 1
+        for a, b, cached, _ in cache.layer_stretches(layer, first, end, write=True):
+            here = self.stale[(self.stale >= a) & (self.stale < b)]
+            if here.numel():
+                turned = self.rope.rotate_at(mean.expand(-1, here.numel(), -1), here)
+                moved = cached[:, here - a].float() + turned
+                cached.index_copy_(1, here - a, moved.to(cached.dtype))

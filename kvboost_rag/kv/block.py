@@ -15,8 +15,7 @@ from kvboost_rag.errors import BlockFormatError
 from kvboost_rag.keys import block_key
 from kvboost_rag.kv.quantize import Packed
 
-FORMAT_VERSION = 1  # of exact blocks
-COMPRESSED_VERSION = 2  # of those that were compressed: readers of version 1 must not take them for exact
+FORMAT_VERSION = 3  # of what is written; kv/fields.py has those that are read
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +32,7 @@ class BlockHeader:
     created_s: float = 0.0  # unix time
     cost_s: float = 0.0  # seconds of compute that the block saves
     compression: str = "none"  # what K and V went through; "none": they are as the model computed them
-    format_version: int = FORMAT_VERSION
-
-    def __post_init__(self) -> None:
-        if self.compression != "none" and self.format_version == FORMAT_VERSION:
-            object.__setattr__(self, "format_version", COMPRESSED_VERSION)
+    format_version: int = FORMAT_VERSION  # what it was read from; every block is written in the present one
 
     def as_dict(self) -> dict[str, object]:
         """Plain JSON-able dict."""

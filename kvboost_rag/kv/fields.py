@@ -7,11 +7,13 @@ import math
 from typing import Any
 
 from kvboost_rag.errors import BlockFormatError
-from kvboost_rag.kv.block import COMPRESSED_VERSION, FORMAT_VERSION, BlockHeader
+from kvboost_rag.kv.block import FORMAT_VERSION, BlockHeader
 from kvboost_rag.kv.quantize import COMPRESSIONS
 
 MAX_FIELDS_BYTES = 64 << 10  # the JSON of all header fields but the text
-VERSIONS = (FORMAT_VERSION, COMPRESSED_VERSION)
+EXACT_VERSION = 1  # knew no compression
+COMPRESSED_VERSION = 2  # of blocks that were compressed, beside version 1
+VERSIONS = (EXACT_VERSION, COMPRESSED_VERSION, FORMAT_VERSION)  # that are read; the last one is written
 
 _STR_FIELDS = ("fingerprint", "context", "context_kind", "salt", "attention")
 _FLOAT_FIELDS = ("created_s", "cost_s")
@@ -24,11 +26,10 @@ def write_fields(header: BlockHeader) -> str:
     Raises:
         BlockFormatError: they cannot be written.
     """
-    expected = FORMAT_VERSION if header.compression == "none" else COMPRESSED_VERSION
-    if header.format_version != expected or header.compression not in COMPRESSIONS:
+    if header.format_version not in VERSIONS or header.compression not in COMPRESSIONS:
         raise BlockFormatError(f"cannot write format version {header.format_version!r}, {header.compression!r}")
-    left_out = {"text"} | ({"compression"} if header.format_version == FORMAT_VERSION else set())
-    fields = {name: value for name, value in header.as_dict().items() if name not in left_out}
+    fields = {name: value for name, value in header.as_dict().items() if name != "text"}
+    fields["format_version"] = FORMAT_VERSION  # whatever it was read from
     try:
         fields |= {name: float(getattr(header, name)) for name in _FLOAT_FIELDS}
         text = json.dumps(fields, sort_keys=True, separators=(",", ":"), allow_nan=False)
@@ -49,7 +50,7 @@ def read_fields(text: str, version: int) -> dict[str, Any]:
         fields = json.loads(text)
     except (ValueError, RecursionError):
         raise BlockFormatError("header fields are not JSON") from None
-    known = _FIELDS if version == FORMAT_VERSION else _FIELDS | {"compression"}
+    known = _FIELDS if version == EXACT_VERSION else _FIELDS | {"compression"}
     if not isinstance(fields, dict) or set(fields) != known:
         raise BlockFormatError("header fields are not the known ones")
     _check_types(fields, version)
@@ -60,7 +61,8 @@ def _check_types(fields: dict[str, Any], version: int) -> None:
     strings = all(type(fields[name]) is str for name in _STR_FIELDS)
     floats = all(type(fields[name]) is float and math.isfinite(fields[name]) for name in _FLOAT_FIELDS)
     tags = type(fields["tags"]) is list and all(type(tag) is str for tag in fields["tags"])
-    compressed = version == FORMAT_VERSION or fields["compression"] in COMPRESSIONS[1:]
+    compressions = COMPRESSIONS[1:] if version == COMPRESSED_VERSION else COMPRESSIONS
+    compressed = fields.get("compression", "none") in compressions
     if not (strings and floats and tags and compressed and fields["format_version"] == version):
         raise BlockFormatError("header fields have the wrong types")
     try:

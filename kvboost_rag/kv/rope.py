@@ -30,6 +30,7 @@ class RopeTable:
     limit: int = 1 << 30  # never ask the model for a table beyond this (longrope would switch)
     _cos: torch.Tensor | None = None  # [capacity, rotary_dim / 2]
     _sin: torch.Tensor | None = None
+    _elsewhere: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     def _ensure(self, positions: int) -> tuple[torch.Tensor, torch.Tensor]:
         if self._cos is None or self._sin is None or self._cos.shape[0] < positions:
@@ -37,7 +38,18 @@ class RopeTable:
             cos, sin = self.compute(torch.arange(capacity, device=self.device)[None])
             half = cos.shape[-1] // 2
             self._cos, self._sin = cos[0, :, :half].float(), sin[0, :, :half].float()
+            self._elsewhere.clear()
         return self._cos, self._sin
+
+    def _on(self, device: torch.device, positions: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The tables where ``device`` can use them: keys of spilled pages are turned in host memory."""
+        tables = self._ensure(positions)
+        if device == tables[0].device:
+            return tables
+        found = self._elsewhere.get(device)
+        if found is None:
+            found = self._elsewhere[device] = (tables[0].to(device), tables[1].to(device))
+        return found
 
     def rotate_into(self, out: torch.Tensor, keys: torch.Tensor, start: int) -> None:
         """``out[...] = rotate(keys)`` for positions ``[start, start + n)``.
@@ -46,7 +58,7 @@ class RopeTable:
         produced at those positions, up to rounding.
         """
         n = keys.shape[-2]
-        cos, sin = self._ensure(start + n)
+        cos, sin = self._on(keys.device, start + n)
         _rotate(out, keys, cos[start : start + n], sin[start : start + n])
 
     def unrotate(self, keys: torch.Tensor, start: int) -> torch.Tensor:

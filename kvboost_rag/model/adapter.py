@@ -11,17 +11,22 @@ import inspect
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from kvboost_rag.errors import CapacityError, ModelError, UnsupportedModelError
 from kvboost_rag.fingerprint import Fingerprint
 from kvboost_rag.kv.rope import RopeTable
-from kvboost_rag.model.attention import NAME, ContextPlan, Plan, RowsPlan, register
-from kvboost_rag.model.cache import CaptureCache, RequestCache
+from kvboost_rag.model.attention import NAME, ContextPlan, Plan, register
+from kvboost_rag.model.cache import CaptureCache, KVCache, RequestCache, StopForward
 from kvboost_rag.model.identity import adapter_state, fingerprint_model
 from kvboost_rag.model.support import Support, check_support
+
+if TYPE_CHECKING:
+    from kvboost_rag.model.paged.pool import PagePool
+    from kvboost_rag.model.streaming.backend import Backend
+    from kvboost_rag.plan import KVBudget
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +81,7 @@ class ModelAdapter:
         self.own_attention = str(getattr(model.config, "_attn_implementation", "") or "sdpa")
         self.rows_forwarded = 0.0  # rows x share of layers, since loading
         self.lock = threading.RLock()  # one forward at a time
+        self.pages: PagePool | None = None  # where requests' KV comes from, once page_kv was called
         self._fingerprint: Fingerprint | None = None
         self._cache_kw = _cache_keyword(model)
         if self.support.ok:
@@ -106,8 +112,20 @@ class ModelAdapter:
             self._fingerprint = fingerprint_model(self.model, self.tokenizer)
         return self._fingerprint
 
-    def new_cache(self, capacity: int) -> RequestCache:
+    def page_kv(self, budget: KVBudget, backend: Backend | None = None) -> None:
+        """Requests' KV comes from a pool of pages of this size from now on, and spills to host memory beyond it.
+        ``backend`` stands in for the device. Raises CapacityError, UnsupportedModelError."""
+        from kvboost_rag.model.paged.pool import PagePool
+
+        self.require_reuse()
+        self.pages = PagePool(self.spec, budget, backend, self.lock)
+
+    def new_cache(self, capacity: int) -> KVCache:
         """An uninitialised cache for one request of at most ``capacity`` positions."""
+        return self.pages.new_cache(capacity) if self.pages is not None else self.new_buffer(capacity)
+
+    def new_buffer(self, capacity: int) -> RequestCache:
+        """An uninitialised cache in one piece, on the device."""
         s = self.spec
         shape = (s.num_layers, 2, s.num_kv_heads, capacity, s.head_dim)
         try:
@@ -122,7 +140,7 @@ class ModelAdapter:
         self,
         token_ids: torch.Tensor,
         positions: torch.Tensor,
-        cache: RequestCache,
+        cache: KVCache,
         *,
         keep_logits: int = 1,
         plan: Plan | None = None,
@@ -132,23 +150,23 @@ class ModelAdapter:
         with self.lock:
             cache.at(positions)
             self._count(cache, positions.numel())
-            plan = plan or RowsPlan(positions)
+            plan = plan or cache.plan(positions, last_layer=self.spec.num_layers - 1 if keep_logits == 1 else -1)
             out = self._call(token_ids[None], positions[None], cache, plan, keep_logits)
         return out.logits[0]  # type: ignore[no-any-return]
 
     def probe(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, cache: RequestCache, plan: Plan, *, layers: int
+        self, token_ids: torch.Tensor, positions: torch.Tensor, cache: KVCache, plan: Plan | None, *, layers: int
     ) -> None:
         """A forward that may stop early: ``plan`` or the cache raises :class:`StopForward` after ``layers`` layers."""
         with self.lock:
             cache.at(positions)
             self._count(cache, positions.numel() * layers / self.spec.num_layers)
             try:
-                self._call(token_ids[None], positions[None], cache, plan, 1)
+                self._call(token_ids[None], positions[None], cache, plan or cache.plan(positions), 1)
             except StopForward:
                 return
 
-    def _count(self, cache: RequestCache, rows: float) -> None:
+    def _count(self, cache: KVCache, rows: float) -> None:
         """The honest cost of a request is counted here, where the model is called."""
         self.rows_forwarded += rows
         cache.rows += rows
@@ -204,10 +222,6 @@ class ModelAdapter:
             device=self.spec.device,
             limit=self.max_tokens,
         )
-
-
-class StopForward(Exception):
-    """Raised inside a forward to leave it early on purpose."""
 
 
 def _rotary_module(model: torch.nn.Module) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:

@@ -1,50 +1,142 @@
-"""Caches that transformers' models write into: one contiguous buffer per request, and a capture for encoding."""
+"""Caches that transformers' models write into: the seam that the engine works on, one contiguous buffer per request,
+and a capture for encoding. Pages that spill to host memory are ``model/paged/``."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from transformers.cache_utils import Cache
 
+from kvboost_rag.model.attention import Plan, RowsPlan
 
-class RequestCache(Cache):
-    """The KV of one request: ``kv [num_layers, 2, num_kv_heads, capacity, head_dim]``, keys rotated.
+# (first position, end, K and V of all layers there ``[num_layers, 2, num_kv_heads, end - first, head_dim]``)
+Stretch = tuple[int, int, torch.Tensor]
+# (first position, end, K, V of one layer ``[num_kv_heads, end - first, head_dim]``, on the computing device)
+LayerStretch = tuple[int, int, torch.Tensor, torch.Tensor]
 
-    Before each forward :meth:`at` names the positions of its rows; ``update`` scatters their K and V there and returns
-    everything up to the last valid position. ``length`` counts valid positions from 0.
+
+class Reviser(Protocol):
+    """Something that reads or corrects a layer's cached KV in the middle of a forward."""
+
+    def at(self, positions: torch.Tensor) -> None:
+        """The coming forward's rows stand at ``positions [q]``."""
+        ...
+
+    def revise(self, cache: KVCache, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Called before the rows' new ``keys, values [num_kv_heads, q, head_dim]`` are written. May raise
+        :class:`StopForward`."""
+        ...
+
+
+class StopForward(Exception):
+    """Raised inside a forward to leave it early on purpose."""
+
+
+class KVCache(Cache):
+    """The KV of one request, wherever it lies; keys are rotated. What the engine may ask of it is here.
+
+    Before each forward :meth:`at` names the positions of its rows; ``update`` puts their K and V there. ``length``
+    counts valid positions from 0. Hold :attr:`lock` while using the views that :meth:`fill`, :meth:`read` and
+    :meth:`layer_stretches` yield: what lies where may change in between.
     """
 
-    def __init__(self, kv: torch.Tensor, length: int = 0) -> None:
+    lock: AbstractContextManager[Any] = nullcontext()
+
+    def __init__(self, capacity: int, length: int = 0) -> None:
         super().__init__(layers=[])
-        self.kv = kv
+        self.capacity = capacity
         self.length = length
         self.rows = 0.0  # rows that were run into this cache (x share of layers)
         self.scoring_rows = 0.0  # of those: spent on choosing what to repair
-        self._rows: slice | torch.Tensor = slice(0, 0)
+        self._reviser: Reviser | None = None
+
+    # -- where the tensors are: for subclasses -------------------------------------------------------------------------
 
     @property
-    def capacity(self) -> int:
-        return int(self.kv.shape[3])
+    def nbytes(self) -> int:
+        """Bytes of K and V."""
+        raise NotImplementedError
+
+    def extend(self, length: int) -> None:
+        """Make room for positions ``[0, length)``. Raises CapacityError."""
+
+    def plan(self, positions: torch.Tensor, *, last_layer: int = -1) -> Plan:
+        """The attention of rows at ``positions [q]`` over this cache; ask after :meth:`at`. Of ``last_layer``, only
+        the last row's output will be used."""
+        return RowsPlan(positions, last_layer=last_layer)
+
+    def fill(self, start: int, end: int) -> Iterator[Stretch]:
+        """Views of all layers to write ``[start, end)`` into, piece by piece, in order; some may be host memory."""
+        raise NotImplementedError
+
+    def read(self, start: int, end: int) -> Iterator[Stretch]:
+        """Like :meth:`fill`, for reading."""
+        return self.fill(start, end)
+
+    def layer_stretches(self, layer: int, start: int, end: int, *, write: bool = False) -> Iterator[LayerStretch]:
+        """One layer's K and V on the device, piece by piece, in order; with ``write``, changes to them are kept."""
+        raise NotImplementedError
+
+    def gather(self, layer: int, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copies of K and V ``[num_kv_heads, n, head_dim]`` at ``positions [n]`` (ascending)."""
+        raise NotImplementedError
+
+    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Put the rows' K and V (``[num_kv_heads, q, head_dim]``) at the positions that :meth:`at` named."""
+        raise NotImplementedError
+
+    def clear(self, positions: torch.Tensor) -> None:
+        """Zero K and V at ``positions [n]``: fresh memory may hold NaN, which no mask stops."""
+        raise NotImplementedError
+
+    def held(self) -> torch.Tensor | KVCache:
+        """What later requests copy their prefix from; nothing writes here any more."""
+        raise NotImplementedError
+
+    def take(self, source: torch.Tensor | KVCache, length: int) -> None:
+        """Copy positions ``[0, length)`` from what :meth:`held` of another cache gave."""
+        with self.lock:
+            self.extend(length)
+            if isinstance(source, torch.Tensor):
+                for a, b, target in self.fill(0, length):
+                    target.copy_(source[:, :, :, a:b])
+            else:
+                for a, b, found in source.read(0, length):
+                    for c, d, target in self.fill(a, b):
+                        target.copy_(found[:, :, :, c - a : d - a])
+            self.length = max(self.length, length)
+
+    def counts(self) -> CacheCounts:
+        """What lies, and what was attended to, outside the device."""
+        return CacheCounts()
+
+    # -- the forward ---------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def revised_by(self, reviser: Reviser | None) -> Iterator[None]:
+        """Forwards inside the ``with`` block pass through ``reviser``, layer by layer."""
+        self._reviser = reviser
+        try:
+            yield
+        finally:
+            self._reviser = None
 
     def at(self, positions: torch.Tensor) -> None:
         """The next forward's rows stand at ``positions [q]`` (ascending)."""
-        first, last = int(positions[0]), int(positions[-1])
-        contiguous = last - first + 1 == positions.numel()
-        self._rows = slice(first, last + 1) if contiguous else positions
-        self.length = max(self.length, last + 1)
+        self.length = max(self.length, int(positions[-1]) + 1)
+        if self._reviser is not None:
+            self._reviser.at(positions)
 
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        keys, values = self.kv[layer_idx, 0], self.kv[layer_idx, 1]  # [Hkv, capacity, D]
-        if isinstance(self._rows, slice):
-            keys[:, self._rows] = key_states[0]
-            values[:, self._rows] = value_states[0]
-        else:
-            keys.index_copy_(1, self._rows, key_states[0])
-            values.index_copy_(1, self._rows, value_states[0])
-        return keys[None, :, : self.length], values[None, :, : self.length]
+    def revise(self, layer: int, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Let the reviser at a layer before its rows are written."""
+        if self._reviser is not None:
+            self._reviser.revise(self, layer, key_states[0], value_states[0])
+
+    # -- what transformers asks ----------------------------------------------------------------------------------------
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.length
@@ -62,6 +154,66 @@ class RequestCache(Cache):
         if max_length > 0 or -max_length > self.length:
             raise ValueError(f"crop takes a negative count of at most {self.length} positions, got {max_length}")
         self.length += max_length
+
+
+@dataclass(frozen=True, slots=True)
+class CacheCounts:
+    """``host_tokens`` positions lie outside the device; ``spilled_pages`` moved there; ``host_attended_tokens`` of them
+    were attended to by the CPU, summed over steps."""
+
+    host_tokens: int = 0
+    spilled_pages: int = 0
+    host_attended_tokens: int = 0
+
+
+class RequestCache(KVCache):
+    """One contiguous buffer: ``kv [num_layers, 2, num_kv_heads, capacity, head_dim]``."""
+
+    def __init__(self, kv: torch.Tensor, length: int = 0) -> None:
+        super().__init__(int(kv.shape[3]), length)
+        self.kv = kv
+        self._rows: slice | torch.Tensor = slice(0, 0)
+
+    @property
+    def nbytes(self) -> int:
+        return self.kv.numel() * self.kv.element_size()
+
+    def fill(self, start: int, end: int) -> Iterator[Stretch]:
+        yield start, end, self.kv[:, :, :, start:end]
+
+    def layer_stretches(self, layer: int, start: int, end: int, *, write: bool = False) -> Iterator[LayerStretch]:
+        yield start, end, self.kv[layer, 0][:, start:end], self.kv[layer, 1][:, start:end]
+
+    def gather(self, layer: int, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.kv[layer, 0][:, positions], self.kv[layer, 1][:, positions]
+
+    def clear(self, positions: torch.Tensor) -> None:
+        self.kv.index_fill_(3, positions, 0.0)
+
+    def held(self) -> torch.Tensor:
+        return self.kv
+
+    def at(self, positions: torch.Tensor) -> None:
+        first, last = int(positions[0]), int(positions[-1])
+        contiguous = last - first + 1 == positions.numel()
+        self._rows = slice(first, last + 1) if contiguous else positions
+        super().at(positions)
+
+    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        own_keys, own_values = self.kv[layer, 0], self.kv[layer, 1]  # [Hkv, capacity, D]
+        if isinstance(self._rows, slice):
+            own_keys[:, self._rows] = keys
+            own_values[:, self._rows] = values
+        else:
+            own_keys.index_copy_(1, self._rows, keys)
+            own_values.index_copy_(1, self._rows, values)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.revise(layer_idx, key_states, value_states)
+        self.write(layer_idx, key_states[0], value_states[0])
+        return self.kv[layer_idx, 0][None, :, : self.length], self.kv[layer_idx, 1][None, :, : self.length]
 
     def __len__(self) -> int:
         return int(self.kv.shape[0])

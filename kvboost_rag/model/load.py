@@ -63,6 +63,7 @@ def load_model(
     vram: str | int | Budget | None = None,
     backend: Backend | None = None,
     held: tuple[int, int] = (0, 0),
+    kv: int | None = None,
 ) -> LoadedModel:
     """Load ``name``: a hub id, a local folder, a ``.gguf`` file, or ``"smollm2"``.
 
@@ -70,8 +71,8 @@ def load_model(
     float32 on a CPU, to bfloat16 elsewhere. ``device="auto"`` is CUDA where there is one, else the CPU.
 
     ``vram`` (``"8GiB"``, bytes, ``"auto"`` or a :class:`~kvboost_rag.plan.Budget`) bounds the GPU memory: layers beyond
-    it stay in host memory and are streamed. ``held`` are (bytes, tokens of KV) that the caller keeps there besides.
-    ``backend`` puts another device in place of CUDA (tests).
+    it stay in host memory and are streamed. ``held`` are (bytes, tokens of KV) that the caller keeps there besides,
+    ``kv`` the bytes of its pages, if requests' KV is paged. ``backend`` puts another device in place of CUDA (tests).
 
     Raises UnknownOptionError and UsageError (dtype, device), ModelNotFoundError (nothing there), CheckpointError
     (damaged or incomplete), UnsupportedModelError (not a causal model, or its quantisation library is missing),
@@ -82,7 +83,7 @@ def load_model(
     source = resolve_source(name)
     streaming = None
     if vram is not None:
-        streaming = _streaming(source, vram, target, backend, held)
+        streaming = _streaming(source, vram, target, backend, held, kv)
         target = streaming[1].device
     if isinstance(source, Path) and source.suffix == ".gguf":
         model, tokenizer, digest = load_gguf(source, wanted or _gguf_dtype(target))
@@ -105,6 +106,7 @@ def _streaming(
     target: torch.device,
     backend: Backend | None,
     held: tuple[int, int],
+    kv: int | None,
 ) -> tuple[Budget, Backend]:
     from kvboost_rag.model.streaming.load import choose_backend, resolve_budget
 
@@ -112,7 +114,9 @@ def _streaming(
         raise UsageError(f"{source} is a .gguf file, which is not streamed", hint="leave vram out, or take safetensors")
     chosen = choose_backend(target, backend)
     budget = resolve_budget(vram, chosen)
-    return replace(budget, held=budget.held or held[0], held_tokens=budget.held_tokens or held[1]), chosen
+    held_bytes, held_tokens = budget.held or held[0], budget.held_tokens or held[1]
+    kv = kv if budget.kv is None else budget.kv
+    return replace(budget, held=held_bytes, held_tokens=held_tokens, kv=kv), chosen
 
 
 def resolve_dtype(dtype: str | torch.dtype) -> torch.dtype | None:

@@ -27,6 +27,7 @@ class Budget:
     ``context`` tokens of KV are planned for; ``reserve`` is taken by the driver, the display and cuBLAS;
     ``workspace`` by activations and scratch; ``held`` by KV that is kept after a request (``prefix_bytes``), and
     ``held_tokens`` by KV that is always there (the context that chunks are computed after);
+    ``kv``: the pages of a ``kv_vram=`` take this much instead of what ``context`` would (None: no pages);
     ``slots`` are the buffers that streamed layers pass through. ``host``: memory of the machine (None: not checked).
     """
 
@@ -36,6 +37,7 @@ class Budget:
     workspace: int = 350_000_000
     held: int = 0
     held_tokens: int = 0
+    kv: int | None = None
     slots: int = 2
     host: int | None = None
 
@@ -81,7 +83,9 @@ class Plan:
     @property
     def kv_bytes(self) -> int:
         """KV of the planned context, and of what is always held."""
-        return self.weights.kv_per_token * (self.budget.context + self.budget.held_tokens)
+        b, per_token = self.budget, self.weights.kv_per_token
+        own = per_token * b.context if b.kv is None else b.kv
+        return own + per_token * b.held_tokens
 
     @property
     def dense_bytes(self) -> int:

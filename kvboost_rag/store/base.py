@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 
 from kvboost_rag.errors import UsageError
 from kvboost_rag.kv.block import Block
+from kvboost_rag.kv.layers import LayeredBlock
 from kvboost_rag.store.anchors import AnchorIndex
 
 # Reasons of a miss, as shown to users. Stores use these words and no others.
@@ -32,6 +33,9 @@ REASONS = (
     "unavailable",  # a tier did not answer in time
     "expired",  # older than its time to live
 )
+
+# Seconds; how long look-ups took is counted between these.
+LATENCY_BOUNDS_S = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +65,12 @@ class StoreStats:
     policy: str = ""  # who goes first when the limit is reached
     ttl_s: float | None = None
     compression: str = "none"
+    tenants: int = 0  # salts under which there are blocks
+    tenant_bytes: int | None = None  # most bytes of the blocks under one salt
     read_bytes: int = 0  # K and V handed out
     read_s: float = 0.0  # spent on look-ups that hit
     write_s: float = 0.0
+    read_counts: list[int] = field(default_factory=list)  # look-ups that hit, by LATENCY_BOUNDS_S; the last: slower
     tiers: list[StoreStats] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, object]:
@@ -110,6 +117,11 @@ class BlockStore(ABC):
     def contains(self, key: str) -> bool:
         """Whether ``key`` is probably here. Cheap, reads no tensor, and no proof: :meth:`get` may still miss."""
 
+    def tier_of(self, key: str) -> int:
+        """The number of the tier that a look-up of ``key`` would probably be served from, the nearest is 0. Cheap: the
+        last tier is not asked, so it also stands for "nowhere"."""
+        return 0
+
     @abstractmethod
     def delete(self, key: str) -> bool:
         """Forget ``key``. True if it was here."""
@@ -121,6 +133,11 @@ class BlockStore(ABC):
     @abstractmethod
     def stats(self) -> StoreStats:
         """Counters and sizes."""
+
+    def quick_stats(self) -> StoreStats:
+        """:meth:`stats` without what is costly to find out (a server's blocks are not counted): for being asked every
+        few seconds."""
+        return self.stats()
 
     @abstractmethod
     def check(self, fix: bool = False) -> list[Problem]:
@@ -139,9 +156,20 @@ class BlockStore(ABC):
     def put_meta(self, name: str, value: bytes) -> bytes:
         """Set ``name`` if it is not set, atomically; returns the value that holds now (first writer wins)."""
 
+    @abstractmethod
+    def set_meta(self, name: str, value: bytes) -> bool:
+        """Set ``name`` whether it is set or not, atomically (last writer wins), for what is measured again. Never for
+        what keys rest on. True if it is kept as long as the blocks are."""
+
     def get_many(self, keys: Sequence[str]) -> list[Block | Miss]:
         """:meth:`get` for several keys, in order. Stores with slow media override it to read in parallel."""
         return [self.get(key) for key in keys]
+
+    def layers(self, key: str) -> LayeredBlock | Miss:
+        """The block under ``key``, header and token ids verified, to be read layer by layer: on slow media the first
+        layers can be used before the last have arrived. A hit here moves nothing to a faster tier."""
+        found = self.get(key)
+        return found if isinstance(found, Miss) else LayeredBlock.of(found)
 
     def touch(self, key: str) -> None:  # noqa: B027 - optional hook
         """Note that ``key`` was used elsewhere (a faster tier had it), for stores that evict by use. Cheap."""

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import logging
 import threading
+from bisect import bisect_left
 from collections import Counter
 from dataclasses import replace
+from typing import TypeVar
 
 from kvboost_rag.errors import UsageError
 from kvboost_rag.kv.block import Block
 from kvboost_rag.kv.compress import compress
-from kvboost_rag.store.base import REASONS, Miss, StoreStats
+from kvboost_rag.kv.layers import LayeredBlock
+from kvboost_rag.store.base import LATENCY_BOUNDS_S, REASONS, Miss, StoreStats
 
 log = logging.getLogger("kvboost_rag.store")
+T = TypeVar("T", Block, LayeredBlock)
 
 
 class Counters:
@@ -23,6 +27,7 @@ class Counters:
         self._misses: Counter[str] = Counter()
         self._counts: Counter[str] = Counter()
         self._seconds = {"read": 0.0, "write": 0.0}
+        self._read_counts = [0] * (len(LATENCY_BOUNDS_S) + 1)
         self._warned: set[str] = set()
 
     def count(self, name: str, amount: int = 1) -> None:
@@ -30,7 +35,7 @@ class Counters:
         with self._lock:
             self._counts[name] += amount
 
-    def result(self, found: Block | Miss, seconds: float = 0.0) -> Block | Miss:
+    def result(self, found: T | Miss, seconds: float = 0.0) -> T | Miss:
         """Count what a look-up led to, and pass it on."""
         with self._lock:
             if isinstance(found, Miss):
@@ -40,6 +45,7 @@ class Counters:
                 self._counts["hits"] += 1
                 self._counts["read_bytes"] += found.nbytes
                 self._seconds["read"] += seconds
+                self._read_counts[bisect_left(LATENCY_BOUNDS_S, seconds)] += 1
         return found
 
     def wrote(self, seconds: float) -> bool:
@@ -77,6 +83,7 @@ class Counters:
                 read_bytes=c["read_bytes"],
                 read_s=self._seconds["read"],
                 write_s=self._seconds["write"],
+                read_counts=list(self._read_counts),
             )
 
 

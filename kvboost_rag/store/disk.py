@@ -18,25 +18,26 @@ from pathlib import Path
 
 from kvboost_rag.errors import BlockFormatError, MissingExtraError, StoreError, UsageError
 from kvboost_rag.kv.block import Block
-from kvboost_rag.kv.codec import decode_block, encode_parts
+from kvboost_rag.kv.codec import encode_parts
+from kvboost_rag.kv.layers import LayeredBlock
 from kvboost_rag.store.anchors import AnchorIndex
 from kvboost_rag.store.base import BlockStore, Miss, Problem, StoreStats
 from kvboost_rag.store.counters import Counters, admit
 from kvboost_rag.store.disk_care import Care, check_prune, index_needed
 from kvboost_rag.store.disk_check import check_store
-from kvboost_rag.store.disk_files import BlockFiles, IndexUnavailable, reason_of
+from kvboost_rag.store.disk_files import BlockFiles, IndexUnavailable
 from kvboost_rag.store.disk_folder import open_folder
+from kvboost_rag.store.disk_quota import QuotaFull
+from kvboost_rag.store.disk_read import BlockReader
+from kvboost_rag.store.disk_uses import Uses
 from kvboost_rag.store.manifest import Manifest
-from kvboost_rag.store.policy import is_expired
 from kvboost_rag.store.settings import DEFAULT_DISK_BYTES, StoreSettings, folder_settings
 
 __all__ = ["DEFAULT_DISK_BYTES", "DEFAULT_FREE_BYTES", "DiskStore"]
 
 DEFAULT_FREE_BYTES = 1 << 30
 READERS = 4  # threads of get_many
-_TOUCH_BATCH = 256  # look-ups
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM)  # says nothing about the file itself
 
 
 class DiskStore(BlockStore):
@@ -52,9 +53,11 @@ class DiskStore(BlockStore):
             :data:`~kvboost_rag.store.policy.POLICIES`).
         ttl_s: blocks older than this are misses, and go; 0 for no limit.
         compression: ``"none"``, ``"int8"`` or ``"int4"``, for what is written from now on.
+        tenant_bytes: most bytes of the blocks under one salt: who would have more loses others of his own. 0 for no
+            quota.
 
-    Limit, policy, time to live and compression are remembered by the folder: what is not given (None) is as it was
-    given last, or 20 GiB, ``"lru"``, no limit and ``"none"``.
+    Limit, policy, time to live, compression and quota are remembered by the folder: what is not given (None) is as it
+    was given last, or 20 GiB, ``"lru"``, no limit, ``"none"`` and no quota.
 
     Raises:
         UsageError: an argument makes no sense.
@@ -75,9 +78,10 @@ class DiskStore(BlockStore):
         policy: str | None = None,
         ttl_s: float | None = None,
         compression: str | None = None,
+        tenant_bytes: int | None = None,
     ) -> None:
         given = {"limit_bytes": limit_bytes, "policy": policy, "ttl_s": ttl_s, "compression": compression}
-        given = {name: value for name, value in given.items() if value is not None}
+        given = {n: v for n, v in {**given, "tenant_bytes": tenant_bytes}.items() if v is not None}
         StoreSettings(**given)  # type: ignore[arg-type]  # wrong values are told before a folder is made
         if min_free_bytes < 0:
             raise UsageError(f"a free-space floor of {min_free_bytes} bytes", hint="give at least 0")
@@ -88,29 +92,37 @@ class DiskStore(BlockStore):
         self.folder = open_folder(folder)
         self.min_free_bytes, self.keep_text = min_free_bytes, keep_text
         self.counters = Counters()
-        self._touched: dict[str, None] = {}  # keys used since the index was last told, oldest first
-        self._uses = 0  # since then
+        self._uses = Uses(self._tell)
         self._lock = threading.Lock()
         self._pool: tuple[int, ThreadPoolExecutor] | None = None  # with the process that it works in
         try:
             self.settings = folder_settings(self.folder, **given)
             self.limit_bytes, self.compression = self.settings.limit_bytes, self.settings.compression
             self.files = BlockFiles(self.folder)
-            self.index = BlockIndex(self.files, self.limit_bytes, lock_timeout_s, self.settings.policy)
+            self.index = BlockIndex(self.files, self.settings, lock_timeout_s)
+            self._reader = BlockReader(self.files, self.settings.ttl_s, self._forget, self.delete)
             self.care = Care(self.files, self.index)
             self.manifest = Manifest(self.files, self.counters)
         except OSError as error:
             raise StoreError(f"cannot open the store in {self.folder}: {error}", hint="choose another folder") from None
         self.anchors = AnchorIndex(self.folder / "anchors.bin")
         self._sweep()
-        if limit_bytes is not None:  # perhaps a smaller one than before
+        if limit_bytes is not None or tenant_bytes is not None:  # perhaps smaller ones than before
             with suppress(IndexUnavailable, OSError):
-                self.counters.count("evictions", self.care.prune(limit_bytes, None, None))
+                self.counters.count("evictions", self.care.fit(self.limit_bytes))
 
     def get(self, key: str) -> Block | Miss:
         started = time.perf_counter()
-        found = self._load(key)
+        found = self._reader.block(key)
         if isinstance(found, Block):
+            self.touch(key)
+        return self.counters.result(found, time.perf_counter() - started)
+
+    def layers(self, key: str) -> LayeredBlock | Miss:
+        """Maps the file. A layer that turns out damaged sets the block aside."""
+        started = time.perf_counter()
+        found = self._reader.layers(key)
+        if isinstance(found, LayeredBlock):
             self.touch(key)
         return self.counters.result(found, time.perf_counter() - started)
 
@@ -132,12 +144,15 @@ class DiskStore(BlockStore):
         except BlockFormatError as error:
             return self.counters.skip("format", str(error))
         size = sum(len(part) for part in parts)
-        if size > self.limit_bytes:
-            return self.counters.skip("too large", f"{size} bytes do not fit the limit of {self.limit_bytes}")
+        limit = min(self.limit_bytes, self.settings.tenant_bytes or self.limit_bytes)
+        if size > limit:
+            return self.counters.skip("too large", f"{size} bytes do not fit the limit of {limit}")
         try:
             if shutil.disk_usage(self.folder).free - size < self.min_free_bytes:
                 return self.counters.skip("floor", f"less than {self.min_free_bytes} bytes would stay free on the disk")
             self._write(block, parts, path, size)
+        except QuotaFull as error:
+            return self.counters.skip("quota", str(error))
         except OSError as error:
             cause = "full" if error.errno in _NO_ROOM else "write"
             return self.counters.skip(cause, f"cannot write to {self.folder}: {error}")
@@ -148,8 +163,7 @@ class DiskStore(BlockStore):
         return path is not None and os.path.exists(path)
 
     def delete(self, key: str) -> bool:
-        with self._lock:
-            self._touched.pop(key, None)
+        self._uses.drop(key)
         try:
             return self.index.delete(key)
         except (IndexUnavailable, OSError):
@@ -173,7 +187,8 @@ class DiskStore(BlockStore):
         stats = self.counters.stats("disk")
         with suppress(IndexUnavailable, OSError):
             stats.blocks, stats.bytes = self.index.totals()
-            stats.pinned = self.care.pinned()
+            stats.pinned, stats.tenants = self.care.pinned(), self.care.tenants()
+        stats.tenant_bytes = self.settings.tenant_bytes
         stats.limit_bytes, stats.compression = self.limit_bytes, self.compression
         stats.policy, stats.ttl_s = self.settings.policy, self.settings.ttl_s
         stats.known_chunks = len(self.anchors)
@@ -192,8 +207,7 @@ class DiskStore(BlockStore):
         return dropped
 
     def delete_tagged(self, tag: str) -> int:
-        with self._lock:
-            self._touched.clear()  # must not bring rows of deleted blocks back
+        self._uses.drop()
         with index_needed(self.folder):
             return self.care.delete_tagged(tag)
 
@@ -207,8 +221,7 @@ class DiskStore(BlockStore):
             self.care.unpin(keys)
 
     def clear(self) -> int:
-        with self._lock:
-            self._touched.clear()
+        self._uses.drop()
         dropped = 0
         for path in self.files.walk():
             with suppress(OSError):
@@ -230,25 +243,29 @@ class DiskStore(BlockStore):
     def put_meta(self, name: str, value: bytes) -> bytes:
         return self.manifest.put(name, value)
 
+    def set_meta(self, name: str, value: bytes) -> bool:
+        return self.manifest.set(name, value)
+
+    def tenant_usage(self, salt: str) -> int:
+        """Bytes of the blocks under ``salt``.
+
+        Raises:
+            StoreError: the index does not answer.
+        """
+        self.flush()
+        with index_needed(self.folder):
+            return self.care.held_by(salt)
+
     def touch(self, key: str) -> None:
-        with self._lock:
-            self._touched.pop(key, None)
-            self._touched[key] = None
-            self._uses += 1
-            due = self._uses % _TOUCH_BATCH == 0
-        if due:
+        if self._uses.note(key):
             self._executor().submit(self.flush)  # a look-up does not wait for the index
 
     def flush(self) -> None:
         """Tell the index what was used. Happens by itself every so often, and on :meth:`close`."""
-        with self._lock:
-            touched, self._touched = self._touched, {}
-        if touched:
-            try:
-                self.counters.count("evictions", self.index.touch(touched))
-            except (IndexUnavailable, OSError):
-                with self._lock:  # next time
-                    self._touched = {**touched, **self._touched}
+        self._uses.flush()
+
+    def _tell(self, keys: Iterable[str]) -> None:
+        self.counters.count("evictions", self.index.touch(keys))
 
     def close(self) -> None:
         self.flush()
@@ -257,38 +274,6 @@ class DiskStore(BlockStore):
             self._pool = None
         self.anchors.close()
         self.index.close()
-
-    def _load(self, key: str, *, again: bool = True) -> Block | Miss:
-        path = self.files.path(key)
-        if path is None:
-            return Miss("absent", "not a key")
-        seen = None
-        try:
-            buffer, seen = self.files.read(path)
-            block = decode_block(buffer)
-        except FileNotFoundError:
-            return Miss("absent")
-        except BlockFormatError as error:
-            reason, detail = reason_of(error), str(error)
-        except OSError as error:
-            if error.errno in _PASSING:
-                return Miss("unavailable", str(error))
-            reason, detail = "damaged", str(error)
-        except MemoryError:
-            return Miss("unavailable", "out of memory")
-        else:
-            if block.key != key:
-                reason, detail = "mismatch", f"holds {block.key}"
-            elif is_expired(block.header, self.settings.ttl_s, time.time(), seen[2] / 1e9):
-                self.delete(key)
-                return Miss("expired", f"older than {self.settings.ttl_s:g} s")
-            else:
-                return block
-        moved = self.files.set_aside(path, seen, reason)
-        if not moved and again:  # another process replaced or moved it meanwhile
-            return self._load(key, again=False)
-        self._forget(key)
-        return Miss(reason, detail)
 
     def _write(self, block: Block, parts: list[memoryview | bytes], path: Path, size: int) -> None:
         self.flush()  # recency decides who goes

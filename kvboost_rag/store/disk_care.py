@@ -40,6 +40,10 @@ class Care:
             dropped += self._drop(lambda cache: cache.victims(_BATCH, pinned=True), max_bytes)
         return dropped
 
+    def fit(self, limit_bytes: int) -> int:
+        """Drop what is beyond the limit and the tenants' quota; the number of blocks dropped."""
+        return self._index.run(self._index.quota.cull_all) + self.prune(limit_bytes, None, None)
+
     def _drop(self, choose: Callable[[Any], list[str]], down_to: int | None = None) -> int:
         """Drop what ``choose`` names, batch by batch, until it names nothing or ``down_to`` bytes are left."""
 
@@ -91,8 +95,14 @@ class Care:
         return keys
 
     def pin(self, keys: Iterable[str], limit_bytes: int) -> int:
-        """Keep blocks from eviction, as far as all pinned ones together stay within their share of ``limit_bytes``;
-        the number of those that are held and pinned now."""
+        """Keep blocks from eviction, as far as all pinned ones together stay within their share of ``limit_bytes``,
+        and each tenant's within that share of the quota; the number of those that are held and pinned now."""
+        quota = self._index.quota.limit
+
+        def too_many(cache: Any, key: str) -> bool:
+            tenant = cache.tenants.of_key(key)
+            own = cache.tenants.pinned(tenant) if quota is not None and tenant is not None else 0
+            return bool(cache.pinned()[1] > limit_bytes * PINNED_SHARE or own > (quota or 0) * PINNED_SHARE)
 
         def work(cache: Any) -> int:
             count = 0
@@ -101,7 +111,7 @@ class Care:
                 if size is None:
                     continue
                 cache.pin([key])
-                if cache.pinned()[1] > limit_bytes * PINNED_SHARE and cache.pinned() != before:
+                if too_many(cache, key) and cache.pinned() != before:
                     cache.unpin([key])
                     continue
                 self._files.pin(key, True)
@@ -124,6 +134,14 @@ class Care:
     def pinned(self) -> int:
         """How many blocks are pinned."""
         return int(self._index.run(lambda cache: cache.pinned()[0], write=False))
+
+    def tenants(self) -> int:
+        """How many tenants hold blocks."""
+        return int(self._index.run(lambda cache: cache.tenants.count(), write=False))
+
+    def held_by(self, salt: str) -> int:
+        """Bytes of the blocks of the tenant with this salt."""
+        return int(self._index.run(lambda cache: cache.tenants.held(cache.tenants.of_salt(salt)), write=False))
 
 
 @contextmanager

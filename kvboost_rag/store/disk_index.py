@@ -10,7 +10,6 @@ Each row says ``key → file, size, tags``; diskcache's triggers add the sizes u
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import sqlite3
@@ -23,13 +22,13 @@ from typing import Any, TypeVar
 
 import diskcache
 
-from kvboost_rag.errors import BlockFormatError
 from kvboost_rag.kv.block import BlockHeader
-from kvboost_rag.kv.codec import read_header
+from kvboost_rag.store.disk_adopt import RowWriter
 from kvboost_rag.store.disk_files import BlockFiles, IndexUnavailable, folder_lock
 from kvboost_rag.store.disk_folder import DIR_MODE, FILE_MODE
-from kvboost_rag.store.disk_rows import BlockCache, BlockDisk, BlockFile
-from kvboost_rag.store.policy import DEFAULT_POLICY
+from kvboost_rag.store.disk_quota import Quota
+from kvboost_rag.store.disk_rows import BlockCache, BlockDisk
+from kvboost_rag.store.settings import StoreSettings
 
 log = logging.getLogger("kvboost_rag.store")
 T = TypeVar("T")
@@ -43,18 +42,16 @@ class BlockIndex:
 
     Args:
         files: the store's files.
-        limit_bytes: most bytes of block files.
+        settings: limit, quota, and who goes first.
         timeout_s: how long to wait for another process's transaction.
-        policy: which blocks go first when the limit is reached.
     """
 
-    def __init__(
-        self, files: BlockFiles, limit_bytes: int, timeout_s: float = 30.0, policy: str = DEFAULT_POLICY
-    ) -> None:
+    def __init__(self, files: BlockFiles, settings: StoreSettings, timeout_s: float = 30.0) -> None:
         self._files = files
-        self._limit = limit_bytes
-        self._policy = policy
+        self._rows = RowWriter(files)
+        self._settings = settings
         self._timeout = timeout_s
+        self.quota = Quota(settings.tenant_bytes)
         self._folder = files.root / "index"
         self._database = self._folder / "cache.db"
         self._complete = files.root / ".indexed"  # present when every file that was there has a row
@@ -69,16 +66,18 @@ class BlockIndex:
         A file that is there already stays: replacing it would make the block vanish for a moment.
 
         Raises:
+            QuotaFull: pinned blocks leave the tenant no room.
             IndexUnavailable, OSError
         """
 
         def work(cache: Any) -> int:
             if path.exists():  # another process was faster, or an attempt whose commit failed
-                self._adopt(cache, key)
-                return int(cache.cull())
+                self._rows.adopt(cache, key)
+                return self._cull(cache, [key])
             cache.delete(key)  # a row that lost its file
-            cache.set(key, BlockFile(self._relative(path), size, header.cost_s), tag=tags_text(header.tags))
-            dropped = int(cache.cull())
+            self.quota.require(cache, header.salt, size)
+            self._rows.add(cache, key, size, header)
+            dropped = self._cull(cache, [key])
             self._files.publish(staged, path)
             return dropped
 
@@ -89,12 +88,16 @@ class BlockIndex:
         that showed the store to be over its limit. Raises IndexUnavailable."""
 
         def work(cache: Any) -> int:
-            for key in keys:
-                if cache.get(key) is None:
-                    self._adopt(cache, key)
-            return int(cache.cull())
+            lacking = [key for key in keys if cache.get(key) is None]
+            for key in lacking:
+                self._rows.adopt(cache, key)
+            return self._cull(cache, lacking)
 
         return self.run(work)
+
+    def _cull(self, cache: Any, added: Sequence[str]) -> int:
+        """Drop what must go: of the tenants whose keys were ``added`` first, then of all. Inside a transaction."""
+        return self.quota.cull(cache, added) + int(cache.cull())
 
     def delete(self, key: str) -> bool:
         """Drop the row and the file of ``key``. True if there was a file. Raises IndexUnavailable."""
@@ -195,7 +198,10 @@ class BlockIndex:
             self._cache = self._connect()
         self._inode = _inode(self._database)
         if not self._complete.exists():
-            self._fill()
+            self._rows.fill(self._cache)
+            os.close(os.open(self._complete, os.O_CREAT | os.O_CLOEXEC, FILE_MODE))
+        if self.quota.limit is not None:
+            self._rows.note_tenants(self._cache)
 
     def _connect(self) -> Any:
         self._folder.mkdir(mode=DIR_MODE, exist_ok=True)
@@ -205,10 +211,10 @@ class BlockIndex:
             os.close(os.open(self._database, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE))
         cache = BlockCache(
             str(self._folder),
-            self._policy,
+            self._settings.policy,
             timeout=self._timeout,
             disk=BlockDisk,
-            size_limit=self._limit,
+            size_limit=self._settings.limit_bytes,
             cull_limit=0,  # we cull, when the new row is in
             sqlite_mmap_size=0,  # a database that is truncated under a mapping would end the process (SIGBUS)
             statistics=0,
@@ -224,20 +230,6 @@ class BlockIndex:
             with suppress(OSError):
                 path.unlink()
 
-    def _fill(self) -> None:
-        """A row for every block file, in the order in which they were written."""
-        found = []
-        for path in self._files.walk():
-            key = self._files.key(path)
-            with suppress(OSError):
-                found.append((path.stat().st_mtime_ns, key))
-        with self._cache.transact():
-            for _, key in sorted((mtime, key) for mtime, key in found if key is not None):
-                if key not in self._cache:
-                    self._adopt(self._cache, key)
-            self._cache.pin(self._files.pinned())
-        os.close(os.open(self._complete, os.O_CREAT | os.O_CLOEXEC, FILE_MODE))
-
     def complete(self) -> None:
         """Add the rows of files that lack one: after a kill, or where the index did not answer. Walks all files.
         Raises IndexUnavailable."""
@@ -245,32 +237,6 @@ class BlockIndex:
         lacking = [key for path in self._files.walk() if (key := self._files.key(path)) and key not in rows]
         if lacking:
             self.touch(lacking)
-
-    def _adopt(self, cache: Any, key: str) -> None:
-        """Add the row of a file that lacks one. Inside a transaction."""
-        path = self._files.path(key)
-        if path is None or key in cache:  # setting a row anew would remove its file
-            return
-        with suppress(OSError):
-            size = path.stat().st_size
-            tags, cost_s = self._describe(path)
-            cache.set(key, BlockFile(self._relative(path), size, cost_s), tag=tags_text(tags))
-
-    def _describe(self, path: Path) -> tuple[tuple[str, ...], float]:
-        """(tags, cost in seconds) by the header of a block file."""
-        try:
-            header, *_ = read_header(self._files.read(path)[0])
-        except (BlockFormatError, OSError):
-            return (), 0.0  # whoever asks for it will find out
-        return header.tags, header.cost_s
-
-    def _relative(self, path: Path) -> str:
-        return path.relative_to(self._files.root).as_posix()
-
-
-def tags_text(tags: Sequence[str]) -> str | None:
-    """Tags as a row keeps them."""
-    return json.dumps(list(tags)) if tags else None
 
 
 def _inode(path: Path) -> int:

@@ -17,6 +17,7 @@ from typing import Any
 
 import diskcache
 
+from kvboost_rag.store.disk_tenants import Tenants
 from kvboost_rag.store.policy import POLICIES
 
 # diskcache's own orders drop ten rows at a time; ten blocks can be a large part of a store. One at a time is exact.
@@ -87,7 +88,23 @@ class BlockCache(diskcache.Cache):
         super().__init__(folder, eviction_policy="none", **settings)
         self._order = POLICIES[policy]
         self._sql("CREATE TABLE IF NOT EXISTS Pins (key TEXT PRIMARY KEY)")
+        self.tenants = Tenants(self._sql_now, self._order)
         self.reset("eviction_policy", f"kvboost-{policy}")
+
+    def _sql_now(self, *statement: Any) -> Any:
+        """``_sql`` of this moment: it belongs to the calling thread's connection."""
+        return self._sql(*statement)
+
+    def insert(self, key: str, file: BlockFile, tags: str | None, used_s: float | None = None) -> None:
+        """A row for a key that has none: what :meth:`set` comes to then, in one statement (an index is built from a
+        million files). ``used_s``: its last use, unix time; None: now."""
+        size, mode, filename, cost_s = self.disk.store(file, False)
+        now = time.time()
+        self._sql(
+            "INSERT INTO Cache (key, raw, store_time, access_time, access_count, tag, size, mode, filename, value) "
+            "VALUES (?, 1, ?, ?, 0, ?, ?, ?, ?, ?)",
+            (key, now, now if used_s is None else used_s, tags, size, mode, filename, cost_s),
+        )
 
     def volume(self) -> int:
         size = self.reset("size")

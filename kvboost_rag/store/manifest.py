@@ -65,6 +65,20 @@ class Manifest:
         with self._lock:
             return self._held.setdefault(name, bytes(value))
 
+    def set(self, name: str, value: bytes) -> bool:
+        """Set ``name``, whoever set it before; False if it cannot be written (a new one holds in this process)."""
+        try:
+            with self._files.staged([pack_entry(name, value)]) as staged:
+                os.replace(staged, self.path(name))
+        except OSError as error:
+            self._counters.warn("manifest", f"manifest entry {name!r} is not kept beyond this process: {error}")
+            with self._lock:
+                self._held[name] = bytes(value)
+            return False
+        with self._lock:
+            self._held.pop(name, None)
+        return True
+
     def clear(self) -> None:
         with self._lock:
             self._held.clear()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
@@ -18,7 +18,7 @@ from kvboost_rag.kv.quantize import Packed, check_compression
 from kvboost_rag.store.anchors import AnchorIndex
 from kvboost_rag.store.base import BlockStore, Miss, Problem, StoreStats
 from kvboost_rag.store.counters import Counters, admit
-from kvboost_rag.store.policy import PINNED_SHARE, check_ttl, is_expired
+from kvboost_rag.store.policy import PINNED_SHARE, check_quota, check_ttl, is_expired
 
 DEFAULT_MEMORY_BYTES = 2 << 30
 
@@ -31,6 +31,8 @@ class MemoryStore(BlockStore):
         keep_text: keep the chunk's text in headers.
         ttl_s: blocks that were computed longer ago are misses, and go; 0 or None for no limit.
         compression: ``"none"``, ``"int8"`` or ``"int4"``: more blocks fit, each hit costs the time to unpack.
+        tenant_bytes: most bytes of the blocks under one salt: who would have more loses others of his own. 0 or None
+            for no quota.
 
     Raises:
         UsageError: an argument makes no sense.
@@ -43,11 +45,12 @@ class MemoryStore(BlockStore):
         keep_text: bool = False,
         ttl_s: float | None = None,
         compression: str = "none",
+        tenant_bytes: int | None = None,
     ) -> None:
         if limit_bytes < 0:
             raise UsageError(f"a memory limit of {limit_bytes} bytes", hint="give at least 0")
         self.compression = check_compression(compression)
-        self.ttl_s = check_ttl(ttl_s)
+        self.ttl_s, self.tenant_bytes = check_ttl(ttl_s), check_quota(tenant_bytes)
         self.anchors = AnchorIndex()
         self.limit_bytes = limit_bytes
         self.keep_text = keep_text
@@ -55,6 +58,7 @@ class MemoryStore(BlockStore):
         self._blocks: OrderedDict[str, _Held] = OrderedDict()  # oldest use first
         self._pinned: dict[str, int] = {}  # key → bytes
         self._bytes = 0
+        self._held: Counter[str] = Counter()  # salt → bytes
         self._meta: dict[str, bytes] = {}
         self._counters = Counters()
 
@@ -77,9 +81,9 @@ class MemoryStore(BlockStore):
                 self._blocks.move_to_end(block.key)
                 return True
         held = _Held.of(admit(block, keep_text=self.keep_text, compression=self.compression), self.compression)
-        if held.nbytes > self.limit_bytes:
-            detail = f"{held.nbytes} bytes do not fit the memory limit of {self.limit_bytes}"
-            return self._counters.skip("too large", detail)
+        limit = min(self.limit_bytes, self.tenant_bytes or self.limit_bytes)
+        if held.nbytes > limit:
+            return self._counters.skip("too large", f"{held.nbytes} bytes do not fit the memory limit of {limit}")
         held = held.owned()  # may copy: outside of the lock
         with self._lock:
             return self._insert(block.key, held, time.perf_counter() - started)
@@ -87,15 +91,33 @@ class MemoryStore(BlockStore):
     def _insert(self, key: str, held: _Held, seconds: float) -> bool:
         if key in self._blocks:  # another thread was faster
             return True
+        salt = held.header.salt
+        while self.tenant_bytes is not None and self._held[salt] + held.nbytes > self.tenant_bytes:
+            if not self._evict(salt):
+                return self._counters.skip("quota", "pinned blocks fill the tenant's quota")
         while self._bytes + held.nbytes > self.limit_bytes:
-            oldest = next((known for known in self._blocks if known not in self._pinned), None)
-            if oldest is None:
+            if not self._evict():
                 return self._counters.skip("pins", "pinned blocks fill the memory limit")
-            self.delete(oldest)
-            self._counters.count("evictions")
         self._blocks[key] = held
         self._bytes += held.nbytes
+        self._held[salt] += held.nbytes
         return self._counters.wrote(seconds)
+
+    def _evict(self, salt: str | None = None) -> bool:
+        """Drop the least recently used block, of a tenant if given. False if only pinned ones are left."""
+        oldest = next(
+            (
+                key
+                for key, held in self._blocks.items()
+                if key not in self._pinned and (salt is None or held.header.salt == salt)
+            ),
+            None,
+        )
+        if oldest is None:
+            return False
+        self.delete(oldest)
+        self._counters.count("evictions")
+        return True
 
     def touch(self, key: str) -> None:
         with self._lock:
@@ -110,7 +132,9 @@ class MemoryStore(BlockStore):
         with self._lock:
             held = self._blocks.pop(key, None)
             self._pinned.pop(key, None)
-            self._bytes -= held.nbytes if held is not None else 0
+            if held is not None:
+                self._bytes -= held.nbytes
+                self._held[held.header.salt] -= held.nbytes
         return held is not None
 
     def delete_tagged(self, tag: str) -> int:
@@ -123,11 +147,23 @@ class MemoryStore(BlockStore):
         with self._lock:
             for key in keys:
                 held = self._blocks.get(key)
-                others = sum(size for pinned, size in self._pinned.items() if pinned != key)
-                if held is not None and others + held.nbytes <= self.limit_bytes * PINNED_SHARE:
+                if held is not None and self._may_pin(key, held):
                     self._pinned[key] = held.nbytes
                     count += 1
         return count
+
+    def _may_pin(self, key: str, held: _Held) -> bool:
+        """Whether all pinned blocks, and the tenant's, stay within their shares with this one."""
+        others = {pinned: size for pinned, size in self._pinned.items() if pinned != key}
+        if sum(others.values()) + held.nbytes > self.limit_bytes * PINNED_SHARE:
+            return False
+        own = sum(size for pinned, size in others.items() if self._blocks[pinned].header.salt == held.header.salt)
+        return self.tenant_bytes is None or own + held.nbytes <= self.tenant_bytes * PINNED_SHARE
+
+    def tenant_usage(self, salt: str) -> int:
+        """Bytes of the blocks under ``salt``."""
+        with self._lock:
+            return self._held[salt]
 
     def unpin(self, keys: Iterable[str]) -> None:
         with self._lock:
@@ -142,7 +178,9 @@ class MemoryStore(BlockStore):
         stats = self._counters.stats("memory")
         with self._lock:
             stats.blocks, stats.bytes, stats.pinned = len(self._blocks), self._bytes, len(self._pinned)
+            stats.tenants = sum(size > 0 for size in self._held.values())
         stats.limit_bytes, stats.compression = self.limit_bytes, self.compression
+        stats.tenant_bytes = self.tenant_bytes
         stats.policy, stats.ttl_s = "lru", self.ttl_s
         stats.known_chunks = len(self.anchors)
         return stats
@@ -158,6 +196,7 @@ class MemoryStore(BlockStore):
             dropped = len(self._blocks)
             self._blocks.clear()
             self._pinned.clear()
+            self._held.clear()
             self._meta.clear()
             self._bytes = 0
         self.anchors.clear()
@@ -170,6 +209,11 @@ class MemoryStore(BlockStore):
     def put_meta(self, name: str, value: bytes) -> bytes:
         with self._lock:
             return self._meta.setdefault(name, bytes(value))
+
+    def set_meta(self, name: str, value: bytes) -> bool:
+        with self._lock:
+            self._meta[name] = bytes(value)
+        return True
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,3 +52,7 @@ class NullStore(BlockStore):
 
     def put_meta(self, name: str, value: bytes) -> bytes:
         return self._meta.setdefault(name, bytes(value))
+
+    def set_meta(self, name: str, value: bytes) -> bool:
+        self._meta[name] = bytes(value)
+        return True

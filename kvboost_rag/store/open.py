@@ -22,6 +22,7 @@ def open_store(
     compression: str | None = None,
     policy: str | None = None,
     ttl_s: float | None = None,
+    tenant_bytes: int | None = None,
     local: str | Path | None = None,
 ) -> BlockStore:
     """The store that ``spec`` names.
@@ -36,9 +37,12 @@ def open_store(
         compression: ``"none"``, ``"int8"`` (half of bfloat16) or ``"int4"`` (a third); such blocks are not exact.
         policy: who goes first when a folder is full: ``"lru"``, ``"lfu"`` or ``"cost"``.
         ttl_s: blocks older than this are misses; 0 for no limit.
+        tenant_bytes: most bytes of the blocks under one salt in a folder (or in ``"memory"``); the memory tier in
+            front of a folder gives each tenant the same share of its own budget. 0 for no quota. A server has none.
         local: with a URL: a folder on this machine that keeps what was fetched.
 
-    A folder remembers limit, compression, policy and time to live: None leaves them as they are. A server does not.
+    A folder remembers limit, compression, policy, time to live and quota: None leaves them as they are. A server does
+    not.
 
     Raises:
         UsageError: no such kind of store, or an option that makes no sense.
@@ -53,7 +57,10 @@ def open_store(
         raise UsageError(f"store={spec!r} names no store", hint='give a folder, a URL, "memory" or None')
     memory_bytes = DEFAULT_MEMORY_BYTES if memory_bytes is None else memory_bytes
     if spec == "memory":
-        return MemoryStore(memory_bytes, keep_text=keep_text, ttl_s=ttl_s, compression=compression or "none")
+        compression = compression or "none"
+        return MemoryStore(
+            memory_bytes, keep_text=keep_text, ttl_s=ttl_s, compression=compression, tenant_bytes=tenant_bytes
+        )
     url = str(spec) if scheme_of(str(spec)) else None
     if url is not None:
         parse_url(url)  # wrong ones are told before a folder is made
@@ -62,13 +69,22 @@ def open_store(
     tiers: list[BlockStore] = []
     folder = spec if url is None else local
     if folder is not None:
-        disk = DiskStore(folder, limit_bytes, keep_text=keep_text, policy=policy, ttl_s=ttl_s, compression=compression)
+        disk = DiskStore(
+            folder,
+            limit_bytes,
+            keep_text=keep_text,
+            policy=policy,
+            ttl_s=ttl_s,
+            compression=compression,
+            tenant_bytes=tenant_bytes,
+        )
         compression, ttl_s = disk.compression, disk.settings.ttl_s
+        tenant_bytes = disk.settings.tenant_share(memory_bytes)
         tiers = [disk]
     if url is not None:
         anchors = tiers[0].anchors if tiers else None
         compression = compression or "none"
         tiers.append(open_remote(url, anchors=anchors, keep_text=keep_text, compression=compression, ttl_s=ttl_s))
     if memory_bytes:
-        tiers.insert(0, MemoryStore(memory_bytes, keep_text=keep_text, ttl_s=ttl_s))
+        tiers.insert(0, MemoryStore(memory_bytes, keep_text=keep_text, ttl_s=ttl_s, tenant_bytes=tenant_bytes))
     return tiers[0] if len(tiers) == 1 else TieredStore(tiers)

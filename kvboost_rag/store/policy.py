@@ -43,6 +43,17 @@ def check_ttl(ttl_s: float | None) -> float | None:
     return ttl_s or None
 
 
+def check_quota(tenant_bytes: int | None) -> int | None:
+    """``tenant_bytes``; 0 and None are "no quota".
+
+    Raises:
+        UsageError: it is negative or no whole number.
+    """
+    if tenant_bytes is not None and (type(tenant_bytes) is not int or tenant_bytes < 0):
+        raise UsageError(f"a quota of {tenant_bytes!r} bytes per tenant", hint="give bytes, or 0 for no quota")
+    return tenant_bytes or None
+
+
 def is_expired(header: BlockHeader, ttl_s: float | None, now: float, stored_s: float = 0.0) -> bool:
     """Whether a block is older than ``ttl_s``. Its own time counts, else when it was stored; unknown: never."""
     born = header.created_s if header.created_s > 0 else stored_s

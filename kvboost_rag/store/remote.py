@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from itertools import islice
 
 from kvboost_rag.errors import BlockFormatError, StoreError, UsageError
 from kvboost_rag.kv.block import Block
@@ -22,20 +21,18 @@ from kvboost_rag.store.anchors import AnchorIndex
 from kvboost_rag.store.base import BlockStore, Miss, Problem, StoreStats
 from kvboost_rag.store.counters import Counters, admit
 from kvboost_rag.store.disk_files import block_name, block_of_name
-from kvboost_rag.store.policy import check_ttl, is_expired
+from kvboost_rag.store.policy import check_ttl
 from kvboost_rag.store.remote_anchors import AnchorSync
-from kvboost_rag.store.remote_check import check_blocks, inspect
-from kvboost_rag.store.remote_link import Link, Medium, Unavailable, Value
+from kvboost_rag.store.remote_check import check_blocks, measure
+from kvboost_rag.store.remote_link import Link, Medium, Unavailable
 from kvboost_rag.store.remote_meta import RemoteManifest
 from kvboost_rag.store.remote_queue import Ticker, WriteQueue
+from kvboost_rag.store.remote_read import BlockFetcher
 
 MAX_BLOCK_BYTES = 1 << 30
 REFRESH_S = 30.0
-_PAGE = 8  # blocks fetched with one request
 _ABSENT_S = 10.0  # how long contains() remembers that there is no block
 _ABSENT_KEYS = 4096
-_COUNTED = 10_000  # blocks that stats() counts at most
-_COUNT_S = 2.0
 
 
 class RemoteStore(BlockStore):
@@ -85,7 +82,8 @@ class RemoteStore(BlockStore):
         self._counters = Counters()
         self._manifest = RemoteManifest(medium, self.link, self._warn)
         self._absent: dict[str, float] = {}  # key → until when contains() need not ask
-        self._unreadable: set[str] = set()  # foreign values: overwritten by the next put
+        self._fetcher = BlockFetcher(medium, self.link, self.ttl_s, self._remove, self._warn)
+        self._unreadable = self._fetcher.unreadable
         self._queue = WriteQueue(self._send) if write == "back" else None
         self.anchors = AnchorIndex() if anchors is None else anchors
         self.sync = AnchorSync(self.anchors, medium, self.link)
@@ -115,46 +113,9 @@ class RemoteStore(BlockStore):
                 found[key] = Miss("absent", "not a key")
         wanted = [key for key in dict.fromkeys(keys) if key not in found]
         if wanted:
-            found |= self._fetch(wanted)
+            found |= self._fetcher.fetch(wanted, self.max_block_bytes)
         seconds = (time.perf_counter() - started) / max(1, len(keys))
         return [self._counters.result(found[key], seconds) for key in keys]
-
-    def _fetch(self, keys: list[str]) -> dict[str, Block | Miss]:
-        """Blocks from the server, a few at a time: those that arrive in time count, even if others do not."""
-        arrived: list[Value] = []
-        names = [str(block_name(key)) for key in keys]
-
-        def read() -> None:
-            for first in range(len(arrived), len(names), _PAGE):  # a second attempt goes on behind the first
-                arrived.extend(self.medium.read(names[first : first + _PAGE], self.max_block_bytes))
-
-        late: Miss | None = None
-        try:
-            self.link.call(read)
-        except Unavailable as error:
-            late = Miss("unavailable", str(error))
-            if arrived:
-                self.link.breaker.succeeded()  # slow, but it works
-            else:
-                self._warn(error)
-        values = list(arrived)
-        found = {key: self._judge(key, value) for key, value in zip(keys, values, strict=False)}
-        return found | {key: late or Miss("unavailable") for key in keys[len(values) :]}
-
-    def _judge(self, key: str, value: Value) -> Block | Miss:
-        if value is None:
-            return Miss("absent")
-        reason, detail, block = inspect(key, value, self.max_block_bytes)
-        if block is None:
-            if reason == "foreign":
-                self._unreadable.add(key)  # perhaps of a later version: others may be able to read it
-            elif reason != "unavailable":
-                self._remove(key)
-            return Miss(reason, detail)
-        if is_expired(block.header, self.ttl_s, time.time()):
-            self._remove(key)
-            return Miss("expired", f"older than {self.ttl_s:g} s")
-        return block
 
     def _remove(self, key: str) -> bool:
         name = block_name(key)
@@ -242,20 +203,14 @@ class RemoteStore(BlockStore):
 
     def stats(self) -> StoreStats:
         """Counters and sizes. Blocks are counted for two seconds or up to 10,000: after that, ``complete`` is False."""
-        stats = self._counters.stats(self.medium.kind)
-        deadline = time.monotonic() + _COUNT_S
-
-        def count() -> tuple[int, int, bool]:
-            blocks = size = 0
-            for _, one in islice(self.medium.entries("blocks"), _COUNTED):
-                blocks, size = blocks + 1, size + one
-                if time.monotonic() > deadline:
-                    return blocks, size, False
-            return blocks, size, blocks < _COUNTED
-
-        stats.complete = False
+        stats = self.quick_stats()
         with suppress(Unavailable):
-            stats.blocks, stats.bytes, stats.complete = self.link.call(count, timeout_s=2 * _COUNT_S + 1)
+            stats.blocks, stats.bytes, stats.complete = measure(self.medium, self.link)
+        return stats
+
+    def quick_stats(self) -> StoreStats:
+        stats = self._counters.stats(self.medium.kind)
+        stats.complete = False
         stats.known_chunks, stats.compression, stats.ttl_s = len(self.anchors), self.compression, self.ttl_s
         return stats
 
@@ -289,6 +244,9 @@ class RemoteStore(BlockStore):
 
     def put_meta(self, name: str, value: bytes) -> bytes:
         return self._manifest.put(name, value)
+
+    def set_meta(self, name: str, value: bytes) -> bool:
+        return self._manifest.set(name, value)
 
     # -- life ----------------------------------------------------------------------------------------------------------
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from itertools import islice
+
 from kvboost_rag.errors import BlockFormatError
 from kvboost_rag.keys import KEY_PREFIX
 from kvboost_rag.kv.block import Block
@@ -9,6 +12,24 @@ from kvboost_rag.kv.codec import decode_block
 from kvboost_rag.store.base import Problem
 from kvboost_rag.store.disk_files import block_of_name, reason_of
 from kvboost_rag.store.remote_link import Link, Medium, TooLarge, Unavailable
+
+_COUNTED = 10_000  # blocks that are counted at most
+_COUNT_S = 2.0
+
+
+def measure(medium: Medium, link: Link) -> tuple[int, int, bool]:
+    """(blocks, bytes, whether that is all): counted for two seconds, or up to 10,000. Raises Unavailable."""
+    deadline = time.monotonic() + _COUNT_S
+
+    def count() -> tuple[int, int, bool]:
+        blocks = size = 0
+        for _, one in islice(medium.entries("blocks"), _COUNTED):
+            blocks, size = blocks + 1, size + one
+            if time.monotonic() > deadline:
+                return blocks, size, False
+        return blocks, size, blocks < _COUNTED
+
+    return link.call(count, timeout_s=2 * _COUNT_S + 1)
 
 
 def inspect(key: str | None, value: bytes | memoryview | TooLarge, limit: int) -> tuple[str, str, Block | None]:

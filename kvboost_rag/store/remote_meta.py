@@ -52,6 +52,18 @@ class RemoteManifest:
                 break
         return self._held.setdefault(name, bytes(value))
 
+    def set(self, name: str, value: bytes) -> bool:
+        """Set ``name``, whoever set it before; False if the medium does not take it (it holds in this process)."""
+        path, entry = f"meta/{entry_name(name)}", pack_entry(name, value)
+        try:
+            self._link.call(lambda: self._medium.write(path, entry))
+        except Unavailable as error:
+            self._warn(error)
+            self._held[name] = bytes(value)
+            return False
+        self._held.pop(name, None)
+        return True
+
     def forget(self) -> None:
         """Drop what holds in this process alone."""
         self._held.clear()

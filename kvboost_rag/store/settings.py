@@ -14,7 +14,7 @@ from typing import Any
 from kvboost_rag.errors import KVBoostError, UsageError
 from kvboost_rag.kv.quantize import check_compression
 from kvboost_rag.store.disk_folder import FILE_MODE
-from kvboost_rag.store.policy import DEFAULT_POLICY, check_policy, check_ttl
+from kvboost_rag.store.policy import DEFAULT_POLICY, check_policy, check_quota, check_ttl
 
 log = logging.getLogger("kvboost_rag.store")
 
@@ -35,6 +35,7 @@ class StoreSettings:
     policy: str = DEFAULT_POLICY
     ttl_s: float | None = None  # None: blocks do not expire
     compression: str = "none"
+    tenant_bytes: int | None = None  # most bytes of one tenant's blocks; None: as many as fit
 
     def __post_init__(self) -> None:
         if type(self.limit_bytes) is not int or self.limit_bytes <= 0:
@@ -44,6 +45,13 @@ class StoreSettings:
         check_policy(self.policy)
         check_compression(self.compression)
         object.__setattr__(self, "ttl_s", check_ttl(self.ttl_s))
+        object.__setattr__(self, "tenant_bytes", check_quota(self.tenant_bytes))
+
+    def tenant_share(self, other_bytes: int) -> int | None:
+        """A tenant's quota in a tier of ``other_bytes``: the same share as of the limit here."""
+        if self.tenant_bytes is None:
+            return None
+        return max(1, other_bytes * min(self.tenant_bytes, self.limit_bytes) // self.limit_bytes)
 
 
 def folder_settings(folder: Path, **given: Any) -> StoreSettings:

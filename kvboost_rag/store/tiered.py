@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from kvboost_rag.errors import UsageError
 from kvboost_rag.kv.block import Block
 from kvboost_rag.kv.compress import compress
+from kvboost_rag.kv.layers import LayeredBlock
 from kvboost_rag.store.base import BlockStore, Miss, Problem, StoreStats
 from kvboost_rag.store.counters import Counters
 
@@ -47,6 +48,16 @@ class TieredStore(BlockStore):
         seconds = (time.perf_counter() - started) / max(1, len(keys))
         return [self._counters.result(found[key], seconds) for key in keys]
 
+    def layers(self, key: str) -> LayeredBlock | Miss:
+        started = time.perf_counter()
+        found: LayeredBlock | Miss = Miss("absent")
+        for tier in self.tiers:
+            result = tier.layers(key)
+            if isinstance(result, LayeredBlock):
+                return self._counters.result(result, time.perf_counter() - started)
+            found = result if result.reason != "absent" else found
+        return self._counters.result(found)
+
     def _spread(self, block: Block, depth: int) -> None:
         """Up goes the block, down goes the news of its use: what is hot above must not be evicted below."""
         for tier in self.tiers[:depth]:
@@ -69,6 +80,10 @@ class TieredStore(BlockStore):
 
     def contains(self, key: str) -> bool:
         return any(tier.contains(key) for tier in self.tiers)
+
+    def tier_of(self, key: str) -> int:
+        near = (depth for depth, tier in enumerate(self.tiers[:-1]) if tier.contains(key))
+        return next(near, len(self.tiers) - 1)
 
     def delete(self, key: str) -> bool:
         return any([tier.delete(key) for tier in self.tiers])
@@ -97,13 +112,20 @@ class TieredStore(BlockStore):
 
     def stats(self) -> StoreStats:
         """Hits and misses as the caller saw them; sizes of the last tier; every tier's own under ``tiers``."""
+        return self._summed([tier.stats() for tier in self.tiers])
+
+    def quick_stats(self) -> StoreStats:
+        return self._summed([tier.quick_stats() for tier in self.tiers])
+
+    def _summed(self, tiers: list[StoreStats]) -> StoreStats:
         stats = self._counters.stats("tiered")
-        stats.tiers = [tier.stats() for tier in self.tiers]
+        stats.tiers = tiers
         last = stats.tiers[-1]
         stats.blocks, stats.bytes, stats.limit_bytes = last.blocks, last.bytes, last.limit_bytes
         stats.known_chunks, stats.evictions = last.known_chunks, last.evictions
         stats.pinned, stats.policy, stats.ttl_s = last.pinned, last.policy, last.ttl_s
         stats.compression, stats.complete = last.compression, last.complete
+        stats.tenants, stats.tenant_bytes = last.tenants, last.tenant_bytes
         return stats
 
     def check(self, fix: bool = False) -> list[Problem]:
@@ -124,6 +146,9 @@ class TieredStore(BlockStore):
         for tier in self.tiers[:-1]:
             tier.put_meta(name, decided)
         return decided
+
+    def set_meta(self, name: str, value: bytes) -> bool:
+        return [tier.set_meta(name, value) for tier in self.tiers][-1]
 
     def close(self) -> None:
         for tier in reversed(self.tiers):  # the last one may still have things to send, from those before

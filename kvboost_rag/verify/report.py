@@ -55,6 +55,7 @@ class VerifyReport:
     min_agreement: float = MIN_AGREEMENT
     warmed_chunks: int = 0  # blocks that were missing and were computed first
     notes: tuple[str, ...] = field(default=())
+    kept: bool = False  # the store keeps this verdict, for engines over it
 
     @property
     def kl(self) -> float:
@@ -129,6 +130,7 @@ class VerifyReport:
             "min_agreement": self.min_agreement,
             "warmed_chunks": self.warmed_chunks,
             "notes": list(self.notes),
+            "kept": self.kept,
             "items": [{**asdict(i), "changed": i.changed} for i in self.items],
         }
 

@@ -6,17 +6,20 @@ of a verification is held in the engine's prefix cache, and nothing held there t
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from kvboost_rag.config import Repair, resolve_repair
+from kvboost_rag.engine.divergence import divergence
 from kvboost_rag.engine.engine import Engine
 from kvboost_rag.engine.report import Report
 from kvboost_rag.engine.request import Request
 from kvboost_rag.engine.result import Result
+from kvboost_rag.engine.verdicts import Verdict
 from kvboost_rag.errors import TokenizerError, UsageError
 from kvboost_rag.verify.items import VerifyItem
 from kvboost_rag.verify.report import MAX_KL, MIN_AGREEMENT, ItemCheck, TokenCheck, VerifyReport
@@ -31,6 +34,7 @@ def verify(
     max_kl: float = MAX_KL,
     min_agreement: float = MIN_AGREEMENT,
     progress: Callable[[int, int], None] | None = None,
+    keep: bool = True,
 ) -> VerifyReport:
     """Measure what reuse changes in the answers to ``items``.
 
@@ -41,6 +45,8 @@ def verify(
         max_new_tokens: length of the answers that are compared.
         max_kl, min_agreement: thresholds of :attr:`VerifyReport.ok`.
         progress: called with (done, total) after each item.
+        keep: keep the verdict in the engine's store, in place of an earlier one on this policy, for every engine over
+            that store (``on_low_fidelity``). Not where nothing was measured: full repair, or no chunk was reused.
 
     Blocks that the store lacks are computed and stored first: a miss would be forwarded, and look exact.
 
@@ -62,8 +68,24 @@ def verify(
         found.append(pair.check(item))
         if progress is not None:
             progress(number, len(checked))
-    return VerifyReport(
+    report = VerifyReport(
         own.adapter.name, repair.label, tuple(found), max_kl, min_agreement, warmed, tuple(_notes(found))
+    )
+    measured = not repair.everything and any(i.reused_tokens for i in found)
+    return replace(report, kept=own.verdicts.keep(repair, _verdict(report))) if keep and measured else report
+
+
+def _verdict(report: VerifyReport) -> Verdict:
+    return Verdict(
+        policy=report.policy,
+        ok=report.ok,
+        kl=report.kl,
+        agreement=report.agreement,
+        changed=len(report.changed),
+        questions=len(report.items),
+        max_kl=report.max_kl,
+        min_agreement=report.min_agreement,
+        created_s=time.time(),
     )
 
 
@@ -145,12 +167,6 @@ class _Pair:
         decode = self.engine.tokens.decode
         other = "" if int(ours[index]) == ids[index] else decode([int(ours[index])])
         return TokenCheck(decode([ids[index]]), round(float(kl[index]), 6), other)
-
-
-def divergence(full: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """``KL(full ‖ other)`` per row in nats; logits ``[n, vocab]`` both, result ``[n]``."""
-    p, q = full.double().log_softmax(-1), other.double().log_softmax(-1)
-    return (p.exp() * (p - q)).sum(-1).clamp_min(0.0)
 
 
 def _last(engine: Engine, request: Request) -> Result:

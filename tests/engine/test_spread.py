@@ -71,7 +71,7 @@ def test_too_few_teachers_spread_nothing(engine: KVBoost) -> None:
 def test_policies_with_and_without_are_kept_apart() -> None:
     assert POLICY.recipe != POLICY.with_spread().recipe
     assert (POLICY | Repair(spread=0.5)).spread == 0.5
-    assert NAMED_REPAIRS["balanced"].cap == 0.15
+    assert NAMED_REPAIRS["balanced"].cap <= 0.15
     assert NAMED_REPAIRS["faithful"].cap == 0.30
     with pytest.raises(ValueError, match="spread"):
         Repair(spread=1.5)

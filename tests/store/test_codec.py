@@ -18,9 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvboost_rag.errors import BlockFormatError
-from kvboost_rag.kv import codec
+from kvboost_rag.kv import codec, container
 from kvboost_rag.kv.block import Block
-from kvboost_rag.kv.codec import ForeignBlockError, decode_block, encode_block, read_header
+from kvboost_rag.kv.codec import ForeignBlockError, LayerReader, decode_block, encode_block, read_header
+from kvboost_rag.kv.compress import compress
 from tests.store.blocks import make_block, same
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -29,7 +30,7 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 def resealed(data: bytes) -> bytes:
     """``data`` with the header checksum that its (changed) header calls for, so that a reader gets past it."""
     (size,) = struct.unpack_from("<Q", data)
-    start = len(codec._PREFIXES[1])
+    start = container.PREFIX_BYTES
     header = data[8 : 8 + size]
     zeroed = header[:start] + b"0" * 32 + header[start + 32 :]
     return data[: 8 + start] + xxhash.xxh3_128(zeroed).hexdigest().encode() + data[8 + start + 32 :]
@@ -99,16 +100,82 @@ def test_read_header_needs_no_tensor() -> None:
     assert not decode_block(data, verify=False).kv.any()
 
 
+def golden(name: str) -> bytes:
+    return bytes.fromhex((Path(__file__).parent / f"golden_block_{name}.hex").read_text())
+
+
+def golden_block() -> Block:
+    kv = torch.arange(16, dtype=torch.float32).reshape(2, 2, 1, 2, 2)
+    header = replace(make_block(0).header, text="tiny", tags=("t",), created_s=1.5, cost_s=0.25)
+    return Block(kv, (7, 11), header)
+
+
 def test_golden_bytes() -> None:
-    kv = torch.arange(8, dtype=torch.float32).reshape(1, 2, 1, 2, 2)
-    base = make_block(0, tokens=2)
-    header = replace(base.header, text="tiny", tags=("t",), created_s=1.5, cost_s=0.25)
-    block = Block(kv, (7, 11), header)
-    golden = bytes.fromhex((Path(__file__).parent / "golden_block_v1.hex").read_text())
-    assert encode_block(block) == golden
-    found = decode_block(golden)
+    block = golden_block()
+    assert encode_block(block) == golden("v3")
+    found = decode_block(golden("v3"))
     assert same(found, block)
-    assert found.header == header
+    assert found.header == block.header
+
+
+def test_blocks_of_version_1_stay_readable() -> None:
+    block = golden_block()
+    block = replace(block, kv=block.kv[:1])
+    found = decode_block(golden("v1"))
+    assert same(found, block)
+    assert found.header == replace(block.header, format_version=1)
+    again = encode_block(found)  # what is handed on is written as of today
+    assert again == encode_block(block)
+    assert decode_block(again).header == block.header
+
+
+# -- layer by layer ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["v1", "v2_int8", "v2_int4", "v3", "v3_int8"])
+def test_layers_are_those_of_the_block(name: str) -> None:
+    data = golden(name)
+    block, reader = decode_block(data), LayerReader(data)
+    assert (reader.header, reader.token_ids, reader.shape) == (block.header, block.token_ids, tuple(block.kv.shape))
+    for index in reversed(range(len(block.kv))):
+        assert torch.equal(reader.layer(index), block.kv[index])
+    for index in (-1, len(block.kv)):
+        with pytest.raises(IndexError):
+            reader.layer(index)
+
+
+@pytest.mark.parametrize("compression", ["none", "int8", "int4"])
+def test_a_layer_needs_no_byte_of_the_others(compression: str) -> None:
+    block = compress(make_block(1, layers=3, tokens=40, head_dim=8), compression)
+    data = bytearray(encode_block(block))
+    size = (block.nbytes if block.packed is None else block.packed.nbytes) // 3
+    data[-size:] = bytes(size)
+    reader = LayerReader(data)
+    for index in (0, 1):
+        assert torch.equal(reader.layer(index), block.kv[index])
+    with pytest.raises(BlockFormatError, match="layer 2"):
+        reader.layer(2)
+    with pytest.raises(BlockFormatError, match="layer 2"):
+        decode_block(data)
+
+
+def test_up_to_version_2_the_first_layer_waits_for_the_last() -> None:
+    data = bytearray(golden("v2_int8"))
+    data[-1] ^= 1
+    with pytest.raises(BlockFormatError, match="checksum"):
+        LayerReader(data).layer(0)
+
+
+def test_layers_are_views_of_a_writable_buffer_and_copies_of_another() -> None:
+    block = make_block(5)
+    data = bytearray(encode_block(block))
+    view, copy = LayerReader(data).layer(1), LayerReader(bytes(data)).layer(1)
+    data[-1] ^= 0xFF
+    assert torch.equal(copy, block.kv[1])
+    assert not torch.equal(view, block.kv[1])
+
+
+# -- damage ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mask", [0x01, 0x20, 0x80, 0xFF])
@@ -133,7 +200,7 @@ def test_no_truncation_or_extension_gets_through() -> None:
 
 def test_what_is_not_ours_is_told_from_damage() -> None:
     data = encode_block(make_block(9))
-    for other in (b"x" * 1000, safetensors.torch.save({"kv": torch.zeros(3)}), with_header(data, b"rag/1", b"rag/3")):
+    for other in (b"x" * 1000, safetensors.torch.save({"kv": torch.zeros(3)}), with_header(data, b"rag/3", b"rag/4")):
         with pytest.raises(ForeignBlockError):
             decode_block(other)
     with pytest.raises(BlockFormatError) as caught:
@@ -156,9 +223,13 @@ HOSTILE = [
     (b'\\"tags\\":[]', b'\\"tags\\":[1]'),
     (b'\\"created_s\\":0.0', b'\\"created_s\\":1e999'),
     (b'\\"created_s\\":0.0', b'\\"created_s\\":NaN'),
-    (b'\\"format_version\\":1', b'\\"format_version\\":' + b"9" * 5000),
-    (b'\\"format_version\\":1', b'\\"format_version\\":2'),
-    (b'\\"format_version\\":1', b'\\"extra\\":1,\\"format_version\\":1'),
+    (b'\\"format_version\\":3', b'\\"format_version\\":' + b"9" * 5000),
+    (b'\\"format_version\\":3', b'\\"format_version\\":1'),
+    (b'\\"format_version\\":3', b'\\"extra\\":1,\\"format_version\\":3'),
+    (b'\\"compression\\":\\"none\\"', b'\\"compression\\":\\"int9\\"'),
+    (b'"layer_checksums":"', b'"layer_checksums":"' + b"0" * 32),
+    (b'"layer_checksums":"', b'"layer_checksums":"0'),
+    (b'"ids_checksum":"', b'"payload_checksum":"'),
     (b'"block":"{', b'"block":"[{'),
     (b'"text":""', b'"text":"\\x"'),
     (b'"text":""', b'"text":"a\nb"'),
@@ -189,11 +260,11 @@ def test_negative_token_ids_are_refused() -> None:
     data = bytearray(encode_block(block))
     struct.pack_into("<i", data, len(data) - block.nbytes - 4 * block.num_tokens, -1)
     start = len(data) - block.nbytes - 4 * block.num_tokens
-    payload = xxhash.xxh3_128(data[start:]).hexdigest().encode()
-    old = re.search(rb'"payload_checksum":"([0-9a-f]{32})"', data)
+    ids = xxhash.xxh3_128(data[start : start + 4 * block.num_tokens]).hexdigest().encode()
+    old = re.search(rb'"ids_checksum":"([0-9a-f]{32})"', data)
     assert old is not None
     with pytest.raises(BlockFormatError, match="negative"):
-        decode_block(with_header(bytes(data), old[1], payload))
+        decode_block(with_header(bytes(data), old[1], ids))
 
 
 @settings(deadline=None, max_examples=150)
@@ -201,8 +272,8 @@ def test_negative_token_ids_are_refused() -> None:
 def test_random_bytes(data: bytes) -> None:
     for candidate in (
         data,
-        codec._PREFIXES[1] + data,
-        struct.pack("<Q", len(codec._PREFIXES[1]) + len(data)) + codec._PREFIXES[1] + data,
+        container.PREFIXES[3] + data,
+        struct.pack("<Q", container.PREFIX_BYTES + len(data)) + container.PREFIXES[3] + data,
     ):
         with pytest.raises(BlockFormatError):
             decode_block(candidate)
@@ -237,7 +308,7 @@ def test_mutated_blocks_never_crash_nor_change_contents(data: st.DataObject, sea
         make_block(0, created_s=float("nan")),
         make_block(0, tags=("x" * 70_000,)),
         make_block(0, text="x" * (17 << 20)),
-        make_block(0, format_version=2),
+        make_block(0, format_version=4),
         replace(make_block(0), token_ids=(1 << 31, 1, 2, 3, 4, 5)),
     ],
     ids=["float64", "int8", "empty", "nan", "tags", "text", "version", "ids"],

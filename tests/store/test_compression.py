@@ -17,7 +17,7 @@ from kvboost_rag.kv.compress import compress
 from kvboost_rag.kv.quantize import layout_of, pack
 from kvboost_rag.store import DiskStore, MemoryStore, TieredStore, open_store
 from tests.store.blocks import make_block, same
-from tests.store.test_codec import with_header
+from tests.store.test_codec import golden, with_header
 
 KINDS = ["int8", "int4"]
 SHAPES = [(1, 2, 1, 1, 1), (2, 2, 3, 33, 40), (3, 2, 2, 64, 64), (2, 2, 1, 31, 7), (1, 2, 4, 100, 32)]
@@ -83,7 +83,7 @@ def test_a_compressed_block_says_so_and_round_trips(kind: str, dtype: torch.dtyp
     block = make_block(3, tokens=40, head_dim=64, dtype=dtype, tags=("a",), text="t")
     small = compress(block, kind)
     assert small.header == replace(block.header, compression=kind)
-    assert (small.key, block.header.format_version, small.header.format_version) == (block.key, 1, 2)
+    assert small.key == block.key
     data = encode_block(small)
     assert len(data) < len(encode_block(block)) * (0.6 if dtype is torch.bfloat16 else 0.35)
     found = decode_block(data)
@@ -98,21 +98,24 @@ def test_a_compressed_block_says_so_and_round_trips(kind: str, dtype: torch.dtyp
     assert again.header.compression == kind
 
 
-def test_exact_blocks_are_written_as_before() -> None:
-    golden = bytes.fromhex((Path(__file__).parent / "golden_block_v1.hex").read_text())
-    assert encode_block(decode_block(golden)) == golden
-    assert decode_block(golden).header.compression == "none"
+def golden_block(kind: str) -> Block:
+    kv = torch.arange(24, dtype=torch.float32).reshape(1, 2, 1, 3, 4)
+    header = replace(make_block(0).header, text="tiny", tags=("t",), created_s=1.5, cost_s=0.25)
+    return compress(Block(kv, (7, 11, 13), header), kind)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_golden_bytes(kind: str) -> None:
-    kv = torch.arange(24, dtype=torch.float32).reshape(1, 2, 1, 3, 4)
-    base = make_block(0, tokens=3)
-    header = replace(base.header, text="tiny", tags=("t",), created_s=1.5, cost_s=0.25)
-    block = compress(Block(kv, (7, 11, 13), header), kind)
-    golden = bytes.fromhex((Path(__file__).parent / f"golden_block_v2_{kind}.hex").read_text())
-    assert encode_block(block) == golden
-    assert same(decode_block(golden), block)
+    assert encode_block(golden_block(kind)) == golden(f"v3_{kind}")
+    assert same(decode_block(golden(f"v3_{kind}")), golden_block(kind))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_blocks_of_version_2_stay_readable(kind: str) -> None:
+    found = decode_block(golden(f"v2_{kind}"))
+    assert same(found, golden_block(kind))
+    assert found.header == replace(golden_block(kind).header, format_version=2)
+    assert encode_block(found) == golden(f"v3_{kind}")
 
 
 @pytest.mark.parametrize("mask", [0x01, 0x80])
@@ -134,7 +137,7 @@ HOSTILE = [
     (b'\\"compression\\":\\"int8\\"', b'\\"compression\\":\\"none\\"'),
     (b'\\"compression\\":\\"int8\\"', b'\\"compression\\":8'),
     (b'\\"compression\\":\\"int8\\",', b""),
-    (b'\\"format_version\\":2', b'\\"format_version\\":1'),
+    (b'\\"format_version\\":3', b'\\"format_version\\":1'),
 ]
 
 

@@ -197,6 +197,15 @@ def test_the_first_writer_of_a_manifest_entry_wins(store: BlockStore) -> None:
     assert (store.get_meta("head"), store.get_meta("other/../name")) == (b"first\n\x00", b"")
 
 
+def test_the_last_writer_of_a_measured_manifest_entry_wins(store: BlockStore) -> None:
+    assert store.set_meta("measured", b"1")
+    assert store.get_meta("measured") == b"1"
+    assert store.set_meta("measured", b"2\n\x00")
+    assert store.get_meta("measured") == b"2\n\x00"
+    assert store.put_meta("measured", b"3") == b"2\n\x00", "and it counts as set"
+    assert store.check() == []
+
+
 def test_a_healthy_store_checks_clean(store: BlockStore) -> None:
     for i in range(4):
         store.put(make_block(i))
@@ -236,6 +245,8 @@ def test_the_null_store_says_that_it_is_off() -> None:
     assert (store.contains(block.key), list(store.keys()), store.clear(), store.check()) == (False, [], 0, [])
     assert store.put_meta("head", b"1") == b"1"
     assert store.put_meta("head", b"2") == b"1"
+    assert store.set_meta("head", b"3")
+    assert store.get_meta("head") == b"3"
     assert store.stats().misses == {"store off": 1}
 
 

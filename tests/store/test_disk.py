@@ -55,7 +55,7 @@ def test_large_blocks_are_mapped(store: DiskStore) -> None:
     descriptors = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
     held = [store.get(block.key) for _ in range(20)]
     if descriptors:
-        assert len(os.listdir("/proc/self/fd")) == descriptors  # a mapping holds no descriptor: thousands are fine
+        assert len(os.listdir("/proc/self/fd")) <= descriptors  # a mapping holds no descriptor: thousands are fine
     store.delete(block.key)
     assert all(same(one, block) for one in held)  # an open mapping outlives its file's name
 
@@ -129,7 +129,7 @@ def test_an_unknown_version_is_foreign(store: DiskStore) -> None:
     block = make_block(1)
     store.put(block)
     path = file_of(store, block)
-    path.write_bytes(path.read_bytes().replace(b"kvboost_rag/1", b"kvboost_rag/9"))
+    path.write_bytes(path.read_bytes().replace(b"kvboost_rag/3", b"kvboost_rag/9"))
     miss = store.get(block.key)
     assert isinstance(miss, Miss)
     assert (miss.reason, "version" in miss.detail) == ("foreign", True)

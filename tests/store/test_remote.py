@@ -230,7 +230,7 @@ def test_another_block_under_the_key_is_a_mismatch(store: RemoteStore, shelf: Sh
 
 def test_a_value_of_another_version_is_left_to_others_until_we_write(store: RemoteStore, shelf: Shelf) -> None:
     block = make_block(1)
-    later = encode_block(block).replace(b"kvboost_rag/1", b"kvboost_rag/9")
+    later = encode_block(block).replace(b"kvboost_rag/3", b"kvboost_rag/9")
     shelf.values[name_of(block)] = later
     assert reason(store.get(block.key)) == "foreign"
     assert shelf.values[name_of(block)] == later

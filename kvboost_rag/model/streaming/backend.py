@@ -51,12 +51,21 @@ class Backend(Protocol):
         """Enqueue a copy from host memory to the device on the copy stream."""
         ...
 
+    def fetch(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Enqueue a copy from the device to host memory on the copy stream; read ``target`` after
+        :meth:`synchronize` on an event recorded behind it."""
+        ...
+
+    def synchronize(self, event: Any) -> None:
+        """The host waits for ``event`` as recorded last."""
+        ...
+
     def use(self, slot: torch.Tensor) -> None:
-        """The compute stream reads ``slot`` from here on (for checking)."""
+        """The compute stream reads or fills ``slot`` from here on (for checking)."""
         ...
 
     def done(self, slot: torch.Tensor) -> None:
-        """The compute stream has enqueued its last read of ``slot`` (for checking)."""
+        """The compute stream has enqueued its last use of ``slot`` (for checking)."""
         ...
 
     def seconds(self, start: Any, end: Any) -> float | None:

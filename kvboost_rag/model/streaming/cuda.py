@@ -72,6 +72,12 @@ class CudaBackend:
         with torch.cuda.stream(self._copy):
             target.copy_(source, non_blocking=True)
 
+    def fetch(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        self.copy(target, source)
+
+    def synchronize(self, event: Any) -> None:
+        event.synchronize()
+
     def use(self, slot: torch.Tensor) -> None:
         pass
 

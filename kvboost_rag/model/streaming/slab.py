@@ -62,7 +62,7 @@ class HostSlab:
             self.pinned, self.blocks = "torch", fresh
         else:
             logger.warning(
-                "host memory could not be page-locked: %.2f GiB of weights are copied from pageable memory, several "
+                "host memory could not be page-locked: %.2f GiB are copied from pageable memory, several "
                 "times more slowly (in containers and WSL, raise the limit of locked memory)",
                 self.nbytes / 2**30,
             )

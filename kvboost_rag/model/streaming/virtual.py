@@ -39,6 +39,7 @@ class VirtualEvent:
 class _Slot:
     written: int = 0  # on the copy stream's clock
     read: int = 0  # on the compute stream's clock
+    fetched: int = 0  # on the copy stream's clock: a copy to the host reads it
     open: bool = False
 
 
@@ -136,11 +137,25 @@ class VirtualBackend:
         target.fill_(POISON)  # from here on the copy may have begun
         self._enqueue(_Op(0, target, source))
 
+    def fetch(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        self._tick("copy")
+        slot = self._slot(source)
+        if self.check and (slot.open or self._clocks["copy"]["compute"] < slot.read):
+            raise RaceError("a copy to the host may begin before what it copies is complete")
+        slot.fetched = self._clocks["copy"]["copy"]
+        target.fill_(POISON)
+        self._enqueue(_Op(0, target, source))
+
+    def synchronize(self, event: VirtualEvent) -> None:
+        self.wait("compute", event)  # what the host enqueues from here on comes after the event as well
+
     def use(self, slot: torch.Tensor) -> None:
         self._tick("compute")
         found = self._slot(slot)
         if self.check and self._clocks["compute"]["copy"] < found.written:
             raise RaceError("a slot is read before the copy that fills it is waited for")
+        if self.check and self._clocks["compute"]["copy"] < found.fetched:
+            raise RaceError("a slot is written while a copy to the host still reads it")
         found.open, found.read = True, self._clocks["compute"]["compute"]
 
     def done(self, slot: torch.Tensor) -> None:

@@ -1,0 +1,113 @@
+"""Attention over a part of the keys, and the merge of parts.
+
+A part gives its output ``o`` and ``l``, the log of the sum of exponentials of its scores. Two parts make
+
+    l = log(exp(l1) + exp(l2)),   o = o1 * exp(l1 - l) + o2 * exp(l2 - l)
+
+which is the attention over both, exactly; in fp32, whatever the inputs are. A row that sees nothing of a part has
+``l = -inf`` there.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+Partial = tuple[torch.Tensor, torch.Tensor]  # o [Hkv, G, R, D], l [Hkv, G, R], both fp32
+
+
+def attend_part(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, hidden: torch.Tensor | None = None
+) -> Partial:
+    """``query [Hkv, G, R, D]`` over ``key, value [Hkv, m, D]``; ``hidden [R, m]`` (bool) masks keys per row. Rows
+    without any key get zeros and ``-inf``."""
+    if _fused_is_right(query.device.type, query.dtype) and (hidden is None or query.device.type == "cpu"):
+        out, lse = _fused(query, key, value, scaling, hidden)
+    else:
+        out, lse = _eager(query, key, value, scaling, hidden)
+    if hidden is not None:
+        blind = hidden.all(-1)  # kernels differ in what they make of such rows
+        out, lse = out.masked_fill(blind[:, None], 0.0), lse.masked_fill(blind, float("-inf"))
+    return out, lse
+
+
+class Merge:
+    """Collects parts for rows ``[0, R)``."""
+
+    def __init__(self, heads: int, groups: int, rows: int, dim: int, device: torch.device) -> None:
+        self.out = torch.zeros(heads, groups, rows, dim, device=device)
+        self.lse = torch.full((heads, groups, rows), float("-inf"), device=device)
+
+    def add(self, part: Partial, start: int = 0) -> None:
+        """Add a part that covers the rows from ``start`` on."""
+        out, lse = part
+        end = start + lse.shape[-1]
+        old = self.lse[..., start:end]
+        both = torch.logaddexp(old, lse)
+        before, now = (torch.exp(x - both).nan_to_num_(0.0)[..., None] for x in (old, lse))  # -inf - -inf
+        self.out[:, :, start:end].mul_(before).addcmul_(out, now)
+        old.copy_(both)
+
+
+def _eager(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, hidden: torch.Tensor | None
+) -> Partial:
+    heads, groups, rows, dim = query.shape
+    folded = query.float().reshape(heads, groups * rows, dim)
+    scores = (folded @ key.float().transpose(1, 2) * scaling).view(heads, groups, rows, -1)
+    if hidden is not None:
+        scores.masked_fill_(hidden, float("-inf"))
+    lse = scores.logsumexp(-1)
+    weights = torch.exp(scores - lse[..., None]).view(heads, groups * rows, -1)
+    return (weights @ value.float()).view(heads, groups, rows, dim), lse
+
+
+def _fused(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, hidden: torch.Tensor | None
+) -> Partial:
+    """torch's own kernels, which know their log-sum-exp but have no public function that returns it."""
+    aten: Any = torch.ops.aten
+    groups, rows = query.shape[1], query.shape[2]
+    if hidden is None:  # the rows of a group share their keys: one longer query
+        query, key, value = query.flatten(1, 2)[None], key[None], value[None]
+    else:
+        key, value = (x.unsqueeze(1).expand(-1, groups, -1, -1) for x in (key, value))
+    if query.device.type == "cpu":
+        mask = None
+        if hidden is not None:
+            mask = torch.zeros(hidden.shape, dtype=query.dtype).masked_fill_(hidden, float("-inf"))[None, None]
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, 0.0, False, attn_mask=mask, scale=scaling
+        )
+    else:
+        out, lse, _, _ = aten._scaled_dot_product_efficient_attention(
+            query, key, value, None, True, 0.0, False, scale=scaling
+        )
+        lse = lse[..., : query.shape[2]]  # padded
+    if hidden is None:
+        out, lse = out[0].unflatten(1, (groups, rows)), lse[0].unflatten(1, (groups, rows))
+    return out.float(), lse.float()
+
+
+@lru_cache
+def _fused_is_right(device: str, dtype: torch.dtype) -> bool:
+    """Ask once per kind of device: those functions may change with torch's version."""
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(2, *shape, 64, generator=generator) for shape in ((3, 5), (40,), (40,)))
+    hidden = torch.rand(5, 40, generator=generator) < 0.5 if device == "cpu" else None
+    given = [t.to(device, dtype) for t in (query, key, value)]
+    expected = _eager(given[0], given[1], given[2], 0.125, hidden)
+    try:
+        found = _fused(given[0], given[1], given[2], 0.125, hidden)
+    except (AttributeError, RuntimeError, TypeError, ValueError) as e:
+        logger.info("torch's fused attention is not used over pages on %s: %s", device, e)
+        return False
+    return all(
+        torch.allclose(a, b, atol=1e-4 if dtype == torch.float32 else 2e-2)
+        for a, b in zip(found, expected, strict=True)
+    )

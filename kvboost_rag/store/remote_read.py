@@ -1,0 +1,75 @@
+"""Fetching blocks from a server: sizes first, then values, each judged before it becomes a block."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from kvboost_rag.kv.block import Block
+from kvboost_rag.store.base import Miss
+from kvboost_rag.store.disk_files import block_name
+from kvboost_rag.store.policy import is_expired
+from kvboost_rag.store.remote_check import inspect
+from kvboost_rag.store.remote_link import Link, Medium, Unavailable, Value
+
+_PAGE = 8  # blocks fetched with one request
+
+
+class BlockFetcher:
+    """Reads blocks through ``link``.
+
+    Args:
+        ttl_s: blocks older than this are misses; None for no limit.
+        remove: told the keys of damaged and expired values.
+        warn: told when the server does not answer.
+    """
+
+    def __init__(
+        self,
+        medium: Medium,
+        link: Link,
+        ttl_s: float | None,
+        remove: Callable[[str], object],
+        warn: Callable[[Exception], None],
+    ) -> None:
+        self._medium, self._link, self._ttl_s = medium, link, ttl_s
+        self._remove, self._warn = remove, warn
+        self.unreadable: set[str] = set()  # keys of foreign values: the next put may overwrite them
+
+    def fetch(self, keys: Sequence[str], limit: int) -> dict[str, Block | Miss]:
+        """Blocks from the server, a few at a time: those that arrive in time count, even if others do not. Nothing
+        larger than ``limit`` bytes is fetched."""
+        arrived: list[Value] = []
+        names = [str(block_name(key)) for key in keys]
+
+        def read() -> None:
+            for first in range(len(arrived), len(names), _PAGE):  # a second attempt goes on behind the first
+                arrived.extend(self._medium.read(names[first : first + _PAGE], limit))
+
+        late: Miss | None = None
+        try:
+            self._link.call(read)
+        except Unavailable as error:
+            late = Miss("unavailable", str(error))
+            if arrived:
+                self._link.breaker.succeeded()  # slow, but it works
+            else:
+                self._warn(error)
+        values = list(arrived)
+        found = {key: self._judge(key, value, limit) for key, value in zip(keys, values, strict=False)}
+        return found | {key: late or Miss("unavailable") for key in keys[len(values) :]}
+
+    def _judge(self, key: str, value: Value, limit: int) -> Block | Miss:
+        if value is None:
+            return Miss("absent")
+        reason, detail, block = inspect(key, value, limit)
+        if block is None:
+            if reason == "foreign":
+                self.unreadable.add(key)  # perhaps of a later version: others may be able to read it
+            elif reason != "unavailable":
+                self._remove(key)
+            return Miss(reason, detail)
+        if is_expired(block.header, self._ttl_s, time.time()):
+            self._remove(key)
+            return Miss("expired", f"older than {self._ttl_s:g} s")
+        return block
