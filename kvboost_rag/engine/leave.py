@@ -13,7 +13,7 @@ def store_missed(finder: BlockFinder, prepared: Prepared) -> int:
     """Encode and store the chunks that were missed; returns their tokens. Of those that were recomputed because that
     was cheaper, the stored ones move to the nearest tier: it may not be cheaper next time."""
     encoder, store = finder.encoder, finder.store
-    if isinstance(store, NullStore):
+    if isinstance(store, NullStore):  # nobody keeps what would be computed
         return 0
     stored = 0
     seen: set[tuple[int, ...]] = set()

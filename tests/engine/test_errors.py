@@ -151,6 +151,11 @@ def test_a_template_that_refuses_says_so_in_its_own_words() -> None:
         make_engine(tokenizer=tokenizer).generate([MESSAGE])
 
 
+def test_a_negative_filler_is_no_filler() -> None:
+    with pytest.raises(errors.UsageError, match="filler_tokens"):
+        make_engine(filler_tokens=-5)
+
+
 def test_a_batch_is_several_prompts(engine: KVBoost) -> None:
     with pytest.raises(errors.UsageError, match="one string"):
         engine.generate_batch("not nine prompts")
