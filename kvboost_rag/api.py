@@ -104,6 +104,12 @@ class KVBoost:
         kv_backend: Any = None,
         name: str = "",
     ) -> None:
+        if isinstance(model, (str, Path)):
+            raise UsageError(
+                "KVBoost takes a loaded model, got a name", hint=f"KVBoost.from_pretrained({str(model)!r})"
+            )
+        if prefix_bytes < 0:
+            raise UsageError(f"prefix_bytes must not be negative, got {prefix_bytes}", hint="0 holds no prefix")
         self.reuse: Reuse = check_reuse(reuse)
         check_mode(on_low_fidelity)
         share = check_share(spot_check)
@@ -224,8 +230,8 @@ class KVBoost:
         the first chunk straight after that head. ``shard=(i, n)`` takes the i-th of n disjoint shares.
         """
         self.adapter.require_reuse()
-        if isinstance(texts, str):
-            raise UsageError("warm takes several texts, got one string", hint="pass [text]")
+        if isinstance(texts, str) or not isinstance(texts, Iterable):
+            raise UsageError(f"warm takes several texts, got {type(texts).__name__}", hint="pass [text]")
         encoder = self.encoder(head)
         with self.engine.busy():
             return warm(encoder, texts, progress=progress, shard=shard, batch_tokens=batch_tokens)
