@@ -29,10 +29,11 @@ IDS = torch.randint(10, 300, (200,), generator=torch.Generator().manual_seed(0))
 # --- one request --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("times", [1, 3])
 @pytest.mark.parametrize("step", [1, 5, 17, 64])
-def test_rows_in_any_steps_give_the_same(step: int) -> None:
+def test_rows_in_any_steps_give_the_same(step: int, times: int) -> None:
     """Pages spill between forwards and inside a prefill; few rows and many take different ways."""
-    paged, unlimited = pair()
+    paged, unlimited = pair(order="late", budget=lambda e: KVBudget(times * least_budget(e).nbytes, PAGE))
     ours, theirs = paged.adapter.new_cache(200), unlimited.adapter.new_cache(200)
     for start in range(0, 200, step):
         end = min(200, start + step)
