@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields
+from math import isnan, nan
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -31,12 +32,15 @@ def summary(results: Sequence[dict[str, Outcome]], over: str, *, against: str = 
 
 def _row(results: Sequence[dict[str, Outcome]], name: str, over: str, against: str) -> dict[str, Any]:
     values = {field: [float(getattr(item[name], field)) for item in results] for field in NUMBERS}
+    values = {field: v for field, v in values.items() if not any(map(isnan, v))}  # NaN: not measured on this set
     row: dict[str, Any] = {field: round(fmean(v), 5) for field, v in values.items()}
-    row["ci95"] = {field: [round(x, 5) for x in bootstrap(values[field])[1:]] for field in WITH_INTERVAL}
+    row["ci95"] = {
+        field: [round(x, 5) for x in bootstrap(values[field])[1:]] for field in WITH_INTERVAL if field in values
+    }
     full = [item["full"].forwarded for item in results]
     row["forwarded_share"] = round(fmean(a / b for a, b in zip(values["forwarded"], full, strict=True)), 4)
     if "no-context" in results[0]:
-        row |= {f"gap_{field}": _gap(results, name, field) for field in ("nll_gold", "f1")}
+        row |= {f"gap_{field}": _gap(results, name, field) for field in ("nll_gold", "f1") if field in values}
     if against and name != against:
         other = [getattr(item[against], f"kl_{over}") for item in results]
         mean, low, high = paired_bootstrap(values[f"kl_{over}"], other)
@@ -64,8 +68,8 @@ def table(found: dict[str, Any]) -> str:
         gap = r.get("gap_nll_gold")
         lines.append(
             f"{name:22} {r[f'kl_{over}']:9.4f} {f'[{low:.4f}, {high:.4f}]':>17} {r['kl_first']:8.4f} "
-            f"{r['kl_greedy']:9.4f} {r['kl_gold']:8.4f} {r['agreement']:6.3f} {r['same_text']:5.2f} "
-            f"{r['d_nll']:7.3f} {'' if gap is None else f'{gap:.3f}':>7} {r['f1']:5.2f} "
+            f"{r['kl_greedy']:9.4f} {r.get('kl_gold', nan):8.4f} {r['agreement']:6.3f} {r['same_text']:5.2f} "
+            f"{r.get('d_nll', nan):7.3f} {'' if gap is None else f'{gap:.3f}':>7} {r['f1']:5.2f} "
             f"{r['repaired_share']:8.3f} {r['forwarded_share']:7.3f} {1e3 * r['ttft_s']:5.0f}ms"
         )
     return "\n".join(lines)

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from kvboost_rag.engine.decode import CancelToken
+from kvboost_rag.errors import UsageError
 
 T = TypeVar("T")
 _END = object()
@@ -32,7 +33,10 @@ async def iterate(make: Callable[[], Iterator[T]], pool: ThreadPoolExecutor, can
         finally:
             hand(_END)
 
-    future = pool.submit(work)
+    try:
+        future = pool.submit(work)
+    except RuntimeError as error:  # all that a pool says of having been shut down
+        raise UsageError("this engine is closed", hint="ask before close(), or build another engine") from error
     try:
         while (item := await queue.get()) is not _END:
             if isinstance(item, BaseException):

@@ -96,14 +96,20 @@ class KVBoost:
         tenant_bytes: int | None = None,
         keep_text: bool = False,
         compression: str | None = None,
-        attn: str = "auto",
         on_low_fidelity: OnLowFidelity = "warn",
         cost_model: bool = False,
         spot_check: float = 0.0,
+        attn: str = "auto",
         kv_vram: str | int | KVBudget | None = None,
         kv_backend: Any = None,
         name: str = "",
     ) -> None:
+        if isinstance(model, (str, Path)):
+            raise UsageError(
+                "KVBoost takes a loaded model, got a name", hint=f"KVBoost.from_pretrained({str(model)!r})"
+            )
+        if prefix_bytes < 0:
+            raise UsageError(f"prefix_bytes must not be negative, got {prefix_bytes}", hint="0 holds no prefix")
         self.reuse: Reuse = check_reuse(reuse)
         check_mode(on_low_fidelity)
         share = check_share(spot_check)
@@ -224,10 +230,11 @@ class KVBoost:
         the first chunk straight after that head. ``shard=(i, n)`` takes the i-th of n disjoint shares.
         """
         self.adapter.require_reuse()
-        if isinstance(texts, str):
-            raise UsageError("warm takes several texts, got one string", hint="pass [text]")
+        if isinstance(texts, str) or not isinstance(texts, Iterable):
+            raise UsageError(f"warm takes several texts, got {type(texts).__name__}", hint="pass [text]")
         encoder = self.encoder(head)
-        return warm(encoder, texts, progress=progress, shard=shard, batch_tokens=batch_tokens)
+        with self.engine.busy():
+            return warm(encoder, texts, progress=progress, shard=shard, batch_tokens=batch_tokens)
 
     def plan_warm(self, texts: Iterable[str | SourceChunk], *, head: Head | None = None) -> WarmPlan:
         """What :meth:`warm` would do: chunks, tokens, bytes and an estimate of the time. Stores nothing."""
@@ -255,6 +262,8 @@ class KVBoost:
 
     def generate_batch(self, prompts: Sequence[PromptInput], **options: Any) -> list[Result]:
         """Answer several prompts with the same options, one after the other; all are checked before the first runs."""
+        if isinstance(prompts, str):
+            raise UsageError("generate_batch takes several prompts, got one string", hint="pass [prompt]")
         requests = [self._request(p, options) for p in prompts]
         return [_last(self.engine.run(r)) for r in requests]
 
@@ -282,7 +291,8 @@ class KVBoost:
     ) -> Score:
         """Log-probabilities of ``continuation`` after ``prompt`` on the same reuse path: the fidelity probe."""
         ids = continuation if isinstance(continuation, str) else [int(i) for i in continuation]
-        return self.engine.score(self._request(prompt, options), ids, logits=logits)
+        with self.engine.busy():
+            return self.engine.score(self._request(prompt, options), ids, logits=logits)
 
     def count_tokens(self, prompt: PromptInput, **options: Any) -> int:
         """Prompt tokens as ``reuse="off"`` would count them. Options: ``tools``, ``template_kwargs``."""
@@ -324,9 +334,9 @@ class KVBoost:
     # -- state -------------------------------------------------------------------------------------------------------
 
     def stats(self, *, sizes: bool = True) -> dict[str, object]:
-        """The store's counters, what the requests came to, what the prefix cache holds; what was streamed, what was
-        paged, and figures of ``cost_model`` and ``spot_check`` (None: there is none). Without ``sizes``, a server's
-        blocks are not counted: for being asked every few seconds."""
+        """The store's counters, what the requests came to, what the prefix cache holds; what was streamed, which
+        attention kernel runs, what was paged, and figures of ``cost_model`` and ``spot_check`` (None: there is none).
+        Without ``sizes``, a server's blocks are not counted: for being asked every few seconds."""
         engine, pages, streamer = self.engine, self.adapter.pages, streamer_of(self.model)
         prefixes = engine.prefixes
         store = self.store.stats() if sizes else self.store.quick_stats()
@@ -335,8 +345,8 @@ class KVBoost:
             "requests": engine.totals.as_dict(),
             "prefixes": {"entries": len(prefixes), "bytes": prefixes.nbytes, "limit_bytes": prefixes.limit_bytes},
             "streaming": streamer.stats.as_dict() if streamer else None,
-            "paged": pages.snapshot().as_dict() if pages is not None else None,
             "attention": {"kernel": self.adapter.kernel.name, "reason": self.adapter.kernel.reason},
+            "paged": pages.snapshot().as_dict() if pages is not None else None,
             "cost": engine.costs.as_dict() if engine.costs else None,
             "spot": engine.spot.stats() if engine.spot else None,
         }

@@ -48,6 +48,7 @@ class Prompt:
     unmatched: tuple[str, ...] = ()  # chunks the caller named that are not in the text
     refused: tuple[str, ...] = ()  # known chunks that the tokenizer does not give back: plain glue
     token_ids: tuple[int, ...] = field(default=())
+    contents: tuple[tuple[int, int], ...] = ()  # characters that came from messages: no control tokens in there
 
     def __post_init__(self) -> None:
         if not self.token_ids:

@@ -180,3 +180,5 @@ class Sampling:
             raise UsageError(f"repetition_penalty must be above 0, got {self.repetition_penalty!r}")
         if self.seed is not None and (not isinstance(self.seed, int) or isinstance(self.seed, bool)):
             raise UsageError(f"seed must be a whole number, got {self.seed!r}")
+        if self.seed is not None and not -(1 << 63) <= self.seed < 1 << 64:
+            raise UsageError(f"seed must have at most 64 bits, got {self.seed!r}")

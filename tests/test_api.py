@@ -193,3 +193,24 @@ def test_errors_have_hints_that_survive_pickling() -> None:
     error: Any = copy.copy(caught.value)
     assert error.hint in str(error)
     assert isinstance(error, ValueError)
+
+
+def test_wrong_arguments_say_what_to_pass() -> None:
+    with pytest.raises(errors.UsageError, match="from_pretrained"):
+        KVBoost("smollm2", None)
+    with pytest.raises(errors.UsageError, match="prefix_bytes"):
+        make_engine(prefix_bytes=-1)
+    with pytest.raises(errors.UsageError, match="several texts"):
+        make_engine().warm(None)  # type: ignore[arg-type]
+
+
+def test_kv_that_is_not_finite_is_never_stored() -> None:
+    model = tiny_model()
+    with torch.no_grad():
+        model.model.layers[1].self_attn.v_proj.weight[0, 0] = float("nan")
+    engine = KVBoost(model, tiny_tokenizer(), store="memory")
+    report = engine.warm(DOCS)
+    assert report.stored == 0
+    assert "NaN" in str(report.problems[0])
+    engine.generate(chat(), chunks=DOCS, max_new_tokens=1)
+    assert engine.store.stats().as_dict()["blocks"] == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import sys
 from collections.abc import Callable
@@ -40,7 +41,7 @@ def items() -> list[data.Item]:
 
 
 def measure(bench: fidelity.Bench, items: list[data.Item], *wanted: Row) -> list[dict[str, Outcome]]:
-    return fidelity.run(bench, data.DataSet("needle", tuple(items), "greedy"), wanted, quiet=True)
+    return fidelity.run(bench, data.DataSet("needle", tuple(items), "gold"), wanted, quiet=True)
 
 
 # --- the measure -------------------------------------------------------------------------------------------------
@@ -57,6 +58,20 @@ def test_full_repair_has_no_divergence_and_naive_reuse_a_large_one(bench: Any, i
         assert alone.repaired_share == 0
         assert 0 < outcomes["balanced"].repaired_share <= 0.15
         assert outcomes["fast"].forwarded < outcomes["balanced"].forwarded < outcomes["full"].forwarded
+
+
+def test_a_set_judged_by_the_greedy_answer_says_nothing_of_the_gold_one(bench: Any, items: list[data.Item]) -> None:
+    kept: list[int] = []
+    wanted = rows("no-context,fast")
+    found = fidelity.run(
+        bench, data.DataSet("x", tuple(items), "greedy"), wanted, quiet=True, keep=lambda r: kept.append(len(r))
+    )
+    assert kept == [1, 2]
+    row = fidelity_report.summary(found, "greedy", against="fast")["rows"]["fast"]
+    assert row["kl_greedy"] > 0
+    assert not {"kl_gold", "nll_gold", "d_nll", "gap_nll_gold"} & set(row)
+    assert "NaN" not in json.dumps(row)
+    assert "fast" in fidelity_report.table(fidelity_report.summary(found, "greedy"))
 
 
 def test_rows_after_another_row_measure_the_same(bench: Any, items: list[data.Item]) -> None:

@@ -67,6 +67,8 @@ def _print_stats(found: StoreStats, indent: str = "") -> None:
     notes += [f"compression {found.compression}"] if found.compression != "none" else []
     notes += [f"pinned {found.pinned:,}"] if found.pinned else []
     notes += [f"time to live {found.ttl_s:g} s"] if found.ttl_s else []
+    if found.tenant_bytes:
+        notes += [f"tenants {found.tenants:,}, at most {common.format_size(found.tenant_bytes)} each"]
     click.echo(f"{indent}  {', '.join(notes)}")
     for tier in found.tiers:
         _print_stats(tier, indent + "  ")

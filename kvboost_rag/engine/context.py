@@ -60,9 +60,11 @@ def canonical_context(
     ``alone`` is no context at all: the naive baseline, for measuring.
 
     Raises:
-        UsageError: the given filler has no text.
+        UsageError: the given filler has no text, or its length is negative.
         StoreError: the manifest entry is not readable.
     """
+    if filler_tokens < 0:
+        raise UsageError(f"filler_tokens must be 0 or more, got {filler_tokens!r}")
     if alone:
         return Context("canonical", ())
     text = shipped_filler() if filler is None else filler

@@ -38,7 +38,7 @@ log = logging.getLogger("kvboost_rag")
 
 CHEAPER = "recomputed: cheaper"
 MARGIN = 1.1  # what skipping has to win
-PROBE_S = 0.25  # most seconds of one measurement of ours, after an answer
+PROBE_S = 0.5  # most seconds of one measurement of ours, after an answer
 
 
 @dataclass(slots=True)
@@ -132,7 +132,9 @@ class CostModel:
         with self._lock:
             rows = self._probe_rows(deal)
         if rows:
-            took = min(self._forward_s(prompt.token_ids[:rows]) for _ in range(2))
+            took = self._forward_s(prompt.token_ids[:rows])
+            if took < PROBE_S / 2:  # the first run of a size may prepare kernels
+                took = min(took, self._forward_s(prompt.token_ids[:rows]))
             with self._lock:
                 self._changed |= self.forward.learn(self._work(rows, rows / 2), took)
 

@@ -9,7 +9,7 @@ import torch
 
 from kvboost_rag.engine.context import Context, compute_context_kv
 from kvboost_rag.engine.tokens import SpanTokenizer
-from kvboost_rag.errors import TokenizerError, UsageError
+from kvboost_rag.errors import ModelError, TokenizerError, UsageError
 from kvboost_rag.keys import block_key
 from kvboost_rag.kv.block import Block, BlockHeader
 from kvboost_rag.model.adapter import ModelAdapter
@@ -88,6 +88,7 @@ class ChunkEncoder:
 
         Raises:
             UsageError: a chunk is empty or longer than :attr:`max_chunk_tokens`.
+            ModelError: the model's KV is not finite; it would spoil every prompt that it is composed into.
         """
         lengths = [len(c) for c in chunks]
         if not chunks or min(lengths) == 0 or max(lengths) > self.max_chunk_tokens:
@@ -102,6 +103,11 @@ class ChunkEncoder:
         blocks = []
         for i, ids in enumerate(chunks):
             own = kv[:, :, i, :, : len(ids)].to("cpu", copy=True).contiguous()
+            if not torch.isfinite(own.sum(dtype=torch.float32)) and not torch.isfinite(own).all():
+                raise ModelError(
+                    f"{self.adapter.name} computes NaN or infinite KV for a chunk of {len(ids)} tokens in {own.dtype}",
+                    hint='load it with dtype="bfloat16" or "float32"',
+                )
             header = self._header(context, texts[i] if i < len(texts) else "", tags, cost * len(ids))
             blocks.append(Block(own, tuple(ids), header))
         return blocks

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from time import perf_counter
 
 import torch
@@ -102,7 +102,7 @@ class Engine:
             if request.reuse != "chunks":
                 prompt = self.segmenter.whole(rendered)
                 return prompt, self._exact_prefix(prompt, request)
-            held = self.prefixes.continuation(rendered.text, **self._scope(request.repair))
+            held = self.prefixes.continuation(rendered.text, rendered.contents, **self._scope(request.repair))
             prompt = self.segmenter.split(rendered, request.chunks, held)
         if held is not None and common_prefix(prompt.token_ids, held.token_ids) == len(held.token_ids):
             n = min(len(held.token_ids), prompt.num_tokens - 1)
@@ -138,8 +138,12 @@ class Engine:
 
     def run(self, request: Request) -> Iterator[Piece]:
         """Answer ``request`` piece by piece; the last piece carries the result."""
-        with self.spot.request() if self.spot else nullcontext():
+        with self.busy():
             yield from self._run(request)
+
+    def busy(self) -> AbstractContextManager[None]:
+        """While inside, nothing is checked in the background."""
+        return self.spot.request() if self.spot else nullcontext()
 
     def _run(self, request: Request) -> Iterator[Piece]:
         started = perf_counter()
@@ -303,12 +307,15 @@ class Engine:
                 token_ids=kv_tokens,
                 exact_tokens=exact,
                 kv=prepared.cache.held(),
+                prompt_chars=len(prompt.text),
+                contents=prompt.contents,
             )
         )
 
     def _held_text(self, prompt: Prompt, answer: tuple[int, ...]) -> str:
-        """Text of prompt and answer; an answer that ends inside a character can't be continued by text."""
-        if not prompt.text:
+        """Text of prompt and answer; "" where it can't be continued by text. An answer that ends inside a character
+        can't, nor one with control tokens of its own: a later prompt spells them in a message, where they are none."""
+        if not prompt.text or not self.tokens.is_plain(answer):
             return ""
         return prompt.text + self.tokens.prefix_text(answer)
 

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import logging
+
 from kvboost_rag.engine.lookup import BlockFinder
 from kvboost_rag.engine.prefill import Prepared
+from kvboost_rag.errors import ModelError
 from kvboost_rag.kv.block import Block
 from kvboost_rag.store.base import BlockStore
+from kvboost_rag.store.null import NullStore
+
+log = logging.getLogger("kvboost_rag")
 
 
 def store_missed(finder: BlockFinder, prepared: Prepared) -> int:
     """Encode and store the chunks that were missed; returns their tokens. Of those that were recomputed because that
     was cheaper, the stored ones move to the nearest tier: it may not be cheaper next time."""
     encoder, store = finder.encoder, finder.store
+    if isinstance(store, NullStore):  # nobody keeps what would be computed
+        return 0
     stored = 0
     seen: set[tuple[int, ...]] = set()
     skipped = [s for s in prepared.skipped if not _bring_near(store, finder.key(s))]
@@ -20,7 +28,11 @@ def store_missed(finder: BlockFinder, prepared: Prepared) -> int:
         if segment.cut or ids in seen or len(ids) > encoder.max_chunk_tokens:
             continue
         seen.add(ids)
-        block = encoder.encode([ids], texts=[segment.text])[0]
+        try:
+            block = encoder.encode([ids], texts=[segment.text])[0]
+        except ModelError as error:  # the answer is there already
+            log.warning("a chunk was not stored: %s", error)
+            continue
         if store.put(block):
             encoder.register([(segment.text, block.key)])
             stored += len(ids)

@@ -34,11 +34,19 @@ class Held:
     token_ids: tuple[int, ...]
     exact_tokens: int
     kv: torch.Tensor | KVCache
+    prompt_chars: int = 0  # of the text: the prompt, without the answer
+    contents: tuple[tuple[int, int], ...] = ()  # characters of the prompt that came from messages
     id: int = field(default_factory=count().__next__)
 
     @property
     def nbytes(self) -> int:
         return int(self.kv.nbytes)
+
+    def begins(self, text: str, contents: tuple[tuple[int, int], ...]) -> bool:
+        """Whether a prompt starts with all of this, read in the same way: the same words may be the template's in one
+        prompt, with their control tokens, and a message's content in another, without."""
+        read_alike = tuple(c for c in contents if c[0] < self.prompt_chars) == self.contents
+        return 0 < len(self.text) < len(text) and text.startswith(self.text) and read_alike
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +113,11 @@ class PrefixCache:
                 self._entries.move_to_end(best.held.id)
         return best
 
-    def continuation(self, text: str, *, fingerprint: str, salt: str, policy: str) -> Held | None:
+    def continuation(
+        self, text: str, contents: tuple[tuple[int, int], ...], *, fingerprint: str, salt: str, policy: str
+    ) -> Held | None:
         """The longest entry with chunks whose whole text starts ``text``: its segmentation is kept by later turns.
+        ``contents`` are the places of message contents in it.
         (Without chunks there is none to keep: an exact token prefix serves, and the answer's ids are those that
         tokenising its text gives.)"""
         best: Held | None = None
@@ -117,7 +128,7 @@ class PrefixCache:
                 if all(s.kind == "glue" for s in held.segments):
                     continue
                 longer = best is None or len(held.text) > len(best.text)
-                if held.text and longer and len(held.text) < len(text) and text.startswith(held.text):
+                if longer and held.begins(text, contents):
                     best = held
             if best is not None:
                 self._entries.move_to_end(best.id)

@@ -7,6 +7,7 @@ special tokens.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -99,6 +100,9 @@ def _apply(tokenizer: Any, messages: list[dict[str, Any]], kwargs: dict[str, Any
         ) from error
 
 
+_MARKER = re.compile("\ue000(\\d+)\ue001")
+
+
 def _marker(index: int) -> str:
     return f"\ue000{index}\ue001"
 
@@ -109,46 +113,67 @@ def _locate(
     marked = [{**m, "content": _marker(i)} if m["content"].strip() else m for i, m in enumerate(messages)]
     try:
         template = _apply(tokenizer, marked, kwargs)
-        found = _from_markers(template, messages, text)
     except TokenizerError:
-        found = None
-    return found if found is not None else _by_search(messages, text)
+        template = None
+    found = None if template is None else _from_markers(template, messages, text)
+    if found is not None:
+        return found
+    shown = [template is None or _marker(i) in template for i in range(len(messages))]
+    bodies = [m["content"].strip() if there else "" for m, there in zip(messages, shown, strict=True)]
+    return _by_search(bodies, text, _controls(tokenizer))
 
 
 def _from_markers(template: str, messages: list[dict[str, Any]], text: str) -> tuple[tuple[int, int], ...] | None:
-    """Ranges in ``text`` if replacing the markers by the contents (trimmed or not) reproduces it."""
+    """Ranges in ``text`` if replacing the markers by the contents (or what is left of them) reproduces it."""
     ranges: list[tuple[int, int]] = []
     at, cursor = 0, 0
-    for index, message in enumerate(messages):
-        content = message["content"]
-        if not content.strip():
-            continue
-        where = template.find(_marker(index), cursor)
-        if where < 0:
-            continue  # the template dropped this message
-        literal = template[cursor:where]
-        if not text.startswith(literal, at):
-            return None
-        at += len(literal)
-        body = next((c for c in (content, content.strip()) if text.startswith(c, at)), None)
+    for marker in _MARKER.finditer(template):
+        literal = template[cursor : marker.start()]
+        body = None
+        if text.startswith(literal, at) and int(marker[1]) < len(messages):
+            at += len(literal)
+            body = _body(messages[int(marker[1])]["content"], text, at)
         if body is None:
             return None
         ranges.append((at, at + len(body)))
         at += len(body)
-        cursor = where + len(_marker(index))
+        cursor = marker.end()
     return tuple(ranges) if text[at:] == template[cursor:] else None
 
 
-def _by_search(messages: list[dict[str, Any]], text: str) -> tuple[tuple[int, int], ...]:
+def _body(content: str, text: str, at: int) -> str | None:
+    """What of ``content`` stands at ``at``: all, trimmed, or without its first part (Qwen3 drops earlier thoughts)."""
+    for whole in (content, content.strip()):
+        if text.startswith(whole, at):
+            return whole
+    for whole in (content, content.rstrip()):
+        for start in range(1, len(whole) + 1):
+            if text.startswith(whole[start : start + 32], at) and text.startswith(whole[start:], at):
+                return whole[start:]
+    return None
+
+
+def _by_search(bodies: Sequence[str], text: str, controls: Sequence[str]) -> tuple[tuple[int, int], ...]:
+    """The places of ``bodies`` in order. One that is not there is the template's affair, unless it spells control
+    tokens: nobody can tell then which of them are the template's own."""
     ranges: list[tuple[int, int]] = []
     cursor = 0
-    for message in messages:
-        body = message["content"].strip()
+    for index, body in enumerate(bodies):
         where = text.find(body, cursor) if body else -1
         if where >= 0:
             ranges.append((where, where + len(body)))
             cursor = where + len(body)
+        elif spelled := next((c for c in controls if c in body), None):
+            raise TokenizerError(
+                f"the chat template rewrites message {index}, which spells the control token {spelled}",
+                hint="take control tokens out of the message, or use a template that shows contents as they are",
+            )
     return tuple(ranges)
+
+
+def _controls(tokenizer: Any) -> list[str]:
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return [str(token.content) for token in added.values() if token.special]
 
 
 CANONICAL_SYSTEM = "You are a helpful assistant. Answer from the given context."

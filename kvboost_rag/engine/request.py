@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any
 
 from kvboost_rag.config import Repair, Reuse, Sampling, check_reuse, resolve_repair, unknown_option
@@ -87,7 +88,7 @@ def check_prompt(prompt: Any) -> PromptInput:
         )
     if not prompt:
         raise EmptyPromptError("the prompt is an empty list")
-    ints = [isinstance(p, int) and not isinstance(p, bool) for p in prompt]
+    ints = [_is_id(p) for p in prompt]
     if any(ints) and not all(ints):
         raise UsageError("a list prompt holds either messages or token ids, not both")
     return prompt
@@ -95,7 +96,12 @@ def check_prompt(prompt: Any) -> PromptInput:
 
 def is_token_ids(prompt: PromptInput) -> bool:
     """Whether a checked prompt is a list of token ids."""
-    return not isinstance(prompt, str) and isinstance(prompt[0], int) and not isinstance(prompt[0], bool)
+    return not isinstance(prompt, str) and _is_id(prompt[0])
+
+
+def _is_id(value: object) -> bool:
+    """An integer of Python or numpy."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def _positive(name: str, value: Any) -> int:

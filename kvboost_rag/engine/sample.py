@@ -8,6 +8,7 @@ import torch
 
 from kvboost_rag.config import Sampling
 
+COLDEST = 1e-6  # below, logits overflow; the largest has all the probability long before
 LogitsHook = Any  # a transformers LogitsProcessor: (input_ids [1, n], scores [1, vocab]) -> scores
 
 
@@ -29,7 +30,7 @@ class Sampler:
         if sampling.repetition_penalty != 1.0:
             self.processors.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
         if not self.greedy:
-            self.processors.append(TemperatureLogitsWarper(float(sampling.temperature)))
+            self.processors.append(TemperatureLogitsWarper(max(COLDEST, float(sampling.temperature))))
             if sampling.top_k:
                 self.processors.append(TopKLogitsWarper(sampling.top_k))
             if sampling.top_p < 1:

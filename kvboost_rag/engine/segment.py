@@ -45,7 +45,7 @@ class Segmenter:
         ids = self.tokens.leading(rendered.text) + self._glue(rendered, 0, len(rendered.text))
         if not ids:
             raise EmptyPromptError("the prompt renders to no tokens")
-        return Prompt(rendered.text, (Segment("glue", rendered.text, ids, 0),))
+        return Prompt(rendered.text, (Segment("glue", rendered.text, ids, 0),), contents=rendered.contents)
 
     def split(self, rendered: Rendered, chunks: Sequence[str] = (), held: Held | None = None) -> Prompt:
         """Glue and chunk segments. ``chunks`` are texts the caller knows to be chunks. ``held`` is an earlier turn
@@ -66,7 +66,7 @@ class Segmenter:
         if not placed:
             raise EmptyPromptError("the prompt renders to no tokens")
         missing = tuple(c for c in named if c not in rendered.text)
-        return Prompt(rendered.text, placed, unmatched=missing, refused=tuple(refused))
+        return Prompt(rendered.text, placed, missing, tuple(refused), contents=rendered.contents)
 
     def _pieces(self, rendered: Rendered, named: list[str], begin: int, refused: list[str]) -> list[_Piece]:
         matches = self.anchors.find(rendered.text, self.salt, extra=named)

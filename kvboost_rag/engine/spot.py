@@ -29,7 +29,7 @@ from kvboost_rag.model.adapter import ModelAdapter
 log = logging.getLogger("kvboost_rag")
 
 ANSWER_TOKENS = 32  # of an answer that are compared
-SLICE_ROWS = 32  # of a check's prefill that run without looking up
+SLICE_ROWS = 16  # of a check's prefill that run before it looks up again
 MOST_WAITING = 4  # answers; further ones are dropped
 ROLLING = 256  # checks that the figures are taken over
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from kvboost_rag.errors import TokenizerError
+from kvboost_rag.errors import TokenizerError, UsageError
 
 GUARDS = ("\n", ":", "a")
 MEMO = 4096  # chunk texts whose ids are remembered
@@ -39,7 +39,8 @@ class SpanTokenizer:
         self._literal.no_truncation()
         self._plain = _without_added_tokens(self._literal)
         self.added: tuple[str, ...] = tuple(sorted(tokenizer.get_added_vocab(), key=len, reverse=True))
-        self._special_ids = frozenset(tokenizer.all_special_ids)
+        marked = {i for i, token in self._literal.get_added_tokens_decoder().items() if token.special}
+        self._special_ids = frozenset(tokenizer.all_special_ids) | marked  # transformers lists named roles only
         self._prefix_ids = self._leading_special()
         self._guard = self._find_guard()
         self._memo = lru_cache(MEMO)(self._chunk)  # thread-safe, unlike a dict kept in order by hand
@@ -81,7 +82,7 @@ class SpanTokenizer:
     def plain(self, text: str, *, first: bool = False) -> tuple[int, ...]:
         """Encode content: nothing in it is parsed as a special or added token."""
         ids = self._encode(self._plain, text, first)
-        if not self._special_ids.isdisjoint(ids):  # a vocabulary that spells control tokens as ordinary pieces
+        if not self.is_plain(ids):  # a vocabulary that spells control tokens as ordinary pieces
             ids = tuple(i for part in _split_specials(text, self.added) for i in self._encode(self._plain, part, False))
         return ids
 
@@ -91,12 +92,16 @@ class SpanTokenizer:
 
     def _chunk(self, text: str) -> tuple[int, ...] | None:
         ids = self.plain(text)
-        exact = self._special_ids.isdisjoint(ids) and self._text_of_span(ids) == text
+        exact = self.is_plain(ids) and self._text_of_span(ids) == text
         return ids if exact else None
 
     def has_added_token(self, text: str) -> bool:
         """Whether any added token is spelled out in ``text``."""
         return any(token in text for token in self.added)
+
+    def is_plain(self, ids: tuple[int, ...]) -> bool:
+        """Whether no id is a special token."""
+        return self._special_ids.isdisjoint(ids)
 
     def _text_of_span(self, ids: tuple[int, ...]) -> str:
         if not self._guard:
@@ -112,12 +117,22 @@ class SpanTokenizer:
         if not text:
             return ()
         if first or not self._guard:
-            return tuple(tok.encode(text, add_special_tokens=False).ids)
-        lead = tok.encode(self._guard, add_special_tokens=False).ids
-        ids = tok.encode(self._guard + text, add_special_tokens=False).ids
+            return tuple(_ids(tok, text))
+        lead = _ids(tok, self._guard)
+        ids = _ids(tok, self._guard + text)
         if ids[: len(lead)] == lead:
             return tuple(ids[len(lead) :])
-        return tuple(tok.encode(text, add_special_tokens=False).ids)
+        return tuple(_ids(tok, text))
+
+
+def _ids(tokenizer: Tokenizer, text: str) -> list[int]:
+    try:
+        return list(tokenizer.encode(text, add_special_tokens=False).ids)
+    except TypeError as error:  # what it says of a str that has no UTF-8 form
+        raise UsageError(
+            "the text holds an unpaired surrogate (half a character)",
+            hint="it was cut or decoded wrongly on its way; text.encode('utf-8', 'replace').decode() drops it",
+        ) from error
 
 
 def _without_added_tokens(tokenizer: Tokenizer) -> Tokenizer:

@@ -7,7 +7,7 @@ that it was found under.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 import torch
 
@@ -36,7 +36,7 @@ class BlockHeader:
 
     def as_dict(self) -> dict[str, object]:
         """Plain JSON-able dict."""
-        return {**asdict(self), "tags": list(self.tags)}
+        return {**{name: getattr(self, name) for name in self.__slots__}, "tags": list(self.tags)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -161,15 +161,15 @@ class ModelAdapter:
         with self.lock:
             sliced = self.max_rows is not None and plan is None and not cache.is_revised
             step = min(rows, self.max_rows) if sliced and self.max_rows else rows
-            last_layer = self.spec.num_layers - 1 if keep == 1 else -1
             logits = []
             for a in range(0, rows, step):
                 b = min(rows, a + step)
                 wanted = keep - (rows - b)  # of this slice's last rows
                 cache.at(positions[a:b])
                 self._count(cache, b - a)
-                own = plan or cache.plan(positions[a:b], last_layer=last_layer)
-                out = self._call(token_ids[None, a:b], positions[None, a:b], cache, own, min(max(wanted, 1), b - a))
+                kept = min(max(wanted, 1), b - a)
+                own = plan or cache.plan(positions[a:b], last_layer=self.spec.num_layers - 1 if kept == 1 else -1)
+                out = self._call(token_ids[None, a:b], positions[None, a:b], cache, own, kept)
                 if wanted > 0:
                     logits.append(out.logits[0])
         return torch.cat(logits) if len(logits) > 1 else logits[0]

@@ -119,7 +119,6 @@ class DiskStore(BlockStore):
         return self.counters.result(found, time.perf_counter() - started)
 
     def layers(self, key: str) -> LayeredBlock | Miss:
-        """Maps the file. A layer that turns out damaged sets the block aside."""
         started = time.perf_counter()
         found = self._reader.layers(key)
         if isinstance(found, LayeredBlock):

@@ -61,7 +61,7 @@ class RowWriter:
     def note_tenants(self, cache: Any) -> None:
         """Say whose the rows are that were written before there were tenants, by the headers of their files."""
         with cache.transact():
-            for key in cache.tenants.unknown():
+            for key in cache.tenants.unknown(len(cache)):
                 path = self._files.path(key)
                 with suppress(OSError):
                     if path is not None:

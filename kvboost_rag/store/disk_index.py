@@ -216,6 +216,7 @@ class BlockIndex:
             disk=BlockDisk,
             size_limit=self._settings.limit_bytes,
             cull_limit=0,  # we cull, when the new row is in
+            sqlite_temp_store=2,  # memory: else every statement's undo log of a long transaction goes to a file
             sqlite_mmap_size=0,  # a database that is truncated under a mapping would end the process (SIGBUS)
             statistics=0,
             tag_index=0,

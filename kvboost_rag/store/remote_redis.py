@@ -6,6 +6,7 @@ the two small areas (known texts, manifest) are also kept in a set each; blocks 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -25,6 +26,7 @@ class RedisMedium:
         prefix: stands before every name, so that a server can be shared.
         timeout_s: of each read from or write to the socket.
         ttl_s: the server drops blocks this long after they were written; None: it keeps them.
+        cluster: the URL names one node of a cluster; the others are found through it.
 
     Raises:
         MissingExtraError: redis-py is not installed.
@@ -35,7 +37,13 @@ class RedisMedium:
     max_value_bytes = _MOST
 
     def __init__(
-        self, url: str, *, prefix: str = DEFAULT_PREFIX, timeout_s: float = 5.0, ttl_s: float | None = None
+        self,
+        url: str,
+        *,
+        prefix: str = DEFAULT_PREFIX,
+        timeout_s: float = 5.0,
+        ttl_s: float | None = None,
+        cluster: bool = False,
     ) -> None:
         try:
             import redis
@@ -44,18 +52,29 @@ class RedisMedium:
         except ImportError as error:
             hint = "pip install 'kvboost-rag[redis]'"
             raise MissingExtraError(f"a store at redis:// needs redis-py: {error}", hint=hint) from None
+        settings = {
+            "socket_timeout": timeout_s,
+            "socket_connect_timeout": timeout_s,
+            "retry": Retry(NoBackoff(), 0),  # the link retries
+            "protocol": 2,  # plain, as every Redis and Valkey speaks it
+        }
         try:
-            self._redis: Any = redis.Redis.from_url(
-                url,
-                socket_timeout=timeout_s,
-                socket_connect_timeout=timeout_s,
-                retry=Retry(NoBackoff(), 0),  # the link retries
-                protocol=2,  # plain, as every Redis and Valkey speaks it
-            )
+            single = redis.Redis.from_url(url, **settings)
         except (ValueError, TypeError) as error:
             raise UsageError(f"not a Redis URL: {error}", hint="redis://[user:password@]host[:6379]/[db]") from None
+        # A cluster's client asks for the nodes when it is made, and the server may not answer yet: on first use.
+        self._lock = threading.Lock()
+        self._client: Any = None if cluster else single
+        self._connect = lambda: redis.RedisCluster.from_url(url, **settings)
         self._prefix = prefix
         self._ttl_ms = max(1, int(ttl_s * 1000)) if ttl_s else None
+
+    @property
+    def _redis(self) -> Any:
+        with self._lock:
+            if self._client is None:
+                self._client = self._connect()
+            return self._client
 
     def read(self, names: Sequence[str], limit: int) -> list[Value]:
         found: list[Value] = [None] * len(names)
@@ -148,4 +167,6 @@ class RedisMedium:
         return f"{self._prefix}names:{area}"
 
     def close(self) -> None:
-        self._redis.close()
+        with self._lock:
+            if self._client is not None:
+                self._client.close()

@@ -13,7 +13,7 @@ from kvboost_rag.store.remote_link import Medium
 
 REDIS_SCHEMES = ("redis", "rediss")
 OBJECT_SCHEMES = ("s3", "gs", "az", "file")
-_OURS = ("timeout", "write_timeout", "refresh", "write", "prefix", "endpoint", "region")
+_OURS = ("timeout", "write_timeout", "refresh", "write", "prefix", "cluster", "endpoint", "region")
 _SCHEME = re.compile(r"([a-z][a-z0-9+.-]+)://", re.IGNORECASE)
 
 
@@ -47,7 +47,7 @@ def parse_url(url: str) -> RemoteUrl:
     query = parse_qsl(parts.query, keep_blank_values=True)
     own = {name: value for name, value in query if name in _OURS}
     rest = [(name, value) for name, value in query if name not in _OURS]
-    foreign = {"endpoint", "region"} if scheme in REDIS_SCHEMES else {"prefix", *dict(rest)}
+    foreign = {"endpoint", "region"} if scheme in REDIS_SCHEMES else {"prefix", "cluster", *dict(rest)}
     for name in [*own, *dict(rest)]:
         if name in foreign:
             raise UnknownOptionError(f"{scheme}:// has no option {name!r}", hint=f"known: {', '.join(_OURS)}")
@@ -89,7 +89,10 @@ def _medium(parsed: RemoteUrl, timeout_s: float, write_timeout_s: float, ttl_s: 
         from kvboost_rag.store.remote_redis import DEFAULT_PREFIX, RedisMedium
 
         prefix = parsed.options.get("prefix", DEFAULT_PREFIX)
-        return RedisMedium(parsed.url, prefix=prefix, timeout_s=timeout_s, ttl_s=ttl_s)
+        cluster = parsed.options.get("cluster", "0")
+        if cluster not in ("0", "1"):
+            raise UsageError(f"cluster={cluster!r} in the store's URL", hint="1 for a Redis Cluster, 0 for one server")
+        return RedisMedium(parsed.url, prefix=prefix, timeout_s=timeout_s, ttl_s=ttl_s, cluster=cluster == "1")
     from kvboost_rag.store.remote_objects import ObjectMedium
 
     endpoint, region = parsed.options.get("endpoint"), parsed.options.get("region")

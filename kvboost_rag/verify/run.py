@@ -63,11 +63,12 @@ def verify(
     pair = _Pair(Engine(own.adapter, own.tokens, own.encoder, prefix_bytes=0), repair, max_new_tokens)
     warmed = 0
     found: list[ItemCheck] = []
-    for number, item in enumerate(checked, 1):
-        warmed += pair.warm(item.chunks)
-        found.append(pair.check(item))
-        if progress is not None:
-            progress(number, len(checked))
+    with own.busy():
+        for number, item in enumerate(checked, 1):
+            warmed += pair.warm(item.chunks)
+            found.append(pair.check(item))
+            if progress is not None:
+                progress(number, len(checked))
     report = VerifyReport(
         own.adapter.name, repair.label, tuple(found), max_kl, min_agreement, warmed, tuple(_notes(found))
     )

@@ -10,6 +10,8 @@ import pytest
 
 from kvboost_rag import KVBoost, Repair
 from kvboost_rag.engine import cost as cost_module
+from kvboost_rag.engine import engine as engine_module
+from kvboost_rag.engine import report as report_module
 from kvboost_rag.engine.cost import CHEAPER, CostModel, machine_name
 from kvboost_rag.engine.curve import SAMPLES, STEPS, Curve
 from kvboost_rag.store import DiskStore, MemoryStore, TieredStore
@@ -193,6 +195,44 @@ def test_requests_teach_what_they_took() -> None:
     assert known["choose"][engine.repair.recipe]
 
 
+class Clock:
+    """Time passes only where it is told to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        for module in (engine_module, report_module, cost_module):
+            monkeypatch.setattr(module, "perf_counter", lambda: self.now)
+
+    def slow(self, engine: KVBoost, *, row_s: float, load_s: float) -> None:
+        """Every row of a forward and every look-up take so long."""
+        forward, get_many = engine.adapter.forward, engine.store.get_many
+
+        def slow_forward(ids: Any, *args: Any, **options: Any) -> Any:
+            self.now += row_s * ids.numel()
+            return forward(ids, *args, **options)
+
+        def slow_get_many(keys: Any) -> Any:
+            self.now += load_s
+            return get_many(keys)
+
+        engine.adapter.forward = slow_forward  # type: ignore[method-assign]
+        engine.store.get_many = slow_get_many  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(("row_s", "load_s", "pays"), [(0.001, 5.0, False), (0.001, 0.01, True), (1.0, 5.0, True)])
+def test_a_machine_is_learned_from_its_first_requests(
+    row_s: float, load_s: float, pays: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a clock of our own: on a machine where loading takes longer than recomputing, reuse ends after a few
+    requests, and nothing but their own seconds says so."""
+    engine = make_engine(cost_model=True, on_low_fidelity="ignore", prefix_bytes=0, repair="fast")
+    engine.warm(DOCS)
+    Clock(monkeypatch).slow(engine, row_s=row_s, load_s=load_s)
+    seen = [outcomes(engine)[0][1] == CHEAPER for _ in range(SAMPLES + 3)]
+    assert seen[:SAMPLES] == [False] * SAMPLES, "nothing is known yet"
+    assert seen[SAMPLES + 1 :] == [not pays] * 2
+
+
 def test_a_new_process_measures_nothing_again_and_another_machine_does(tmp_path: Path, monkeypatch: Any) -> None:
     with make_engine(store=tmp_path, cost_model=True, prefix_bytes=0) as engine:
         engine.warm(DOCS)
@@ -292,7 +332,7 @@ def test_as_much_is_measured_as_is_sure_to_be_short(monkeypatch: Any) -> None:
 )
 def test_nothing_is_measured_where_it_would_not_matter_or_take_long(monkeypatch: Any, forward: Any) -> None:
     engine = make()
-    open_costs(engine, *forward)
+    open_costs(engine).forward = Fixed(forward)
     ran = probes(engine, monkeypatch)
     engine.generate(chat(), max_new_tokens=1)
     assert ran == []

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -72,7 +74,7 @@ def test_what_is_no_prompt(engine: KVBoost, prompt: Any) -> None:
         {"max_new_tokens": True}, {"temperature": -0.1}, {"temperature": "hot"}, {"temperature": float("nan")},
         {"temperature": float("inf")}, {"temperature": True}, {"top_p": 0}, {"top_p": 1.1}, {"top_p": float("nan")},
         {"top_k": -1}, {"top_k": 1.5}, {"repetition_penalty": 0}, {"repetition_penalty": float("nan")},
-        {"seed": 1.5}, {"seed": "x"}, {"stop": 5}, {"stop": ["a", 5]}, {"chunks": 5}, {"chunks": [None]},
+        {"seed": 1.5}, {"seed": "x"}, {"seed": 1 << 64}, {"stop": 5}, {"stop": ["a", 5]}, {"chunks": 5}, {"chunks": [None]},
         {"repair": 0.15}, {"repair": ["balanced"]}, {"reuse": ["chunks"]}, {"cancel": True}, {"tools": 5},
         {"tools": "search"}, {"logits_processors": 5}, {"template_kwargs": [1]},
     ],
@@ -101,6 +103,11 @@ def test_options_that_are_none_mean_the_default(engine: KVBoost) -> None:
     assert (
         engine.generate("x", max_new_tokens=3, **nothing).token_ids == engine.generate("x", max_new_tokens=3).token_ids
     )
+
+
+def test_ids_may_be_numpys(engine: KVBoost) -> None:
+    given = engine.generate(list(np.array([5, 6])), max_new_tokens=2)
+    assert given.token_ids == engine.generate([5, 6], max_new_tokens=2).token_ids
 
 
 @pytest.mark.parametrize("ids", [[-1], [5, 10**6], [1, 2, 523]])
@@ -142,6 +149,23 @@ def test_a_template_that_refuses_says_so_in_its_own_words() -> None:
     tokenizer = tiny_tokenizer(chat_template="{{ raise_exception('no system role here') }}")
     with pytest.raises(errors.TokenizerError, match="no system role here"):
         make_engine(tokenizer=tokenizer).generate([MESSAGE])
+
+
+def test_a_negative_filler_is_no_filler() -> None:
+    with pytest.raises(errors.UsageError, match="filler_tokens"):
+        make_engine(filler_tokens=-5)
+
+
+def test_a_batch_is_several_prompts(engine: KVBoost) -> None:
+    with pytest.raises(errors.UsageError, match="one string"):
+        engine.generate_batch("not nine prompts")
+
+
+def test_a_closed_engine_says_so_to_async_callers() -> None:
+    engine = make_engine()
+    engine.close()
+    with pytest.raises(errors.UsageError, match="closed"):
+        asyncio.run(engine.agenerate("x"))
 
 
 def test_warm_wants_several_texts(engine: KVBoost) -> None:

@@ -86,7 +86,9 @@ def test_the_same_unknown_chunk_twice_is_stored_once() -> None:
 
 def test_without_a_store_every_chunk_is_computed_and_right() -> None:
     engine = make_engine(store=None)
-    report = engine.generate(chat(), chunks=DOCS, max_new_tokens=4).report
+    with spy(engine) as rows:
+        report = engine.generate(chat(), chunks=DOCS, max_new_tokens=1).report
+    assert rows.total == report.prompt_tokens, "no block is computed that nobody keeps"
     assert [c.reason for c in report.chunks] == ["store off"] * 4
     assert report.stored_tokens == 0
     assert report.exact

@@ -87,6 +87,13 @@ def test_temperature_zero_is_greedy(options: dict[str, Any]) -> None:
     assert engine.generate(chat(), max_new_tokens=10, **options).token_ids == hf_greedy(tiny_model(), ids, 10)
 
 
+@pytest.mark.parametrize("temperature", [1e-40, 1e-300, 5e-324])
+def test_next_to_no_temperature_is_greedy_too(temperature: float) -> None:
+    engine = make_engine()
+    greedy = engine.generate(chat(), max_new_tokens=5).token_ids
+    assert engine.generate(chat(), max_new_tokens=5, temperature=temperature, seed=1).token_ids == greedy
+
+
 # -- ends and limits -------------------------------------------------------------------------------------------------
 
 

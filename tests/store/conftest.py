@@ -40,9 +40,9 @@ class RedisServer:
     def url(self) -> str:
         return f"redis://127.0.0.1:{self.port}/0"
 
-    def start(self) -> None:
+    def start(self, *more: str) -> None:
         words = [self.binary, "--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
-        words += ["--dir", str(self.folder)]
+        words += ["--dir", str(self.folder), *more]
         self.process = subprocess.Popen(words, stdout=subprocess.DEVNULL, preexec_fn=_die_with_parent)
         deadline = time.monotonic() + 20
         while time.monotonic() < deadline:
@@ -73,6 +73,34 @@ def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServ
 def redis_url(redis_server: RedisServer) -> str:
     """A prefix of its own on the server."""
     return f"{redis_server.url}?prefix={uuid4().hex}:[*"
+
+
+@pytest.fixture(scope="session")
+def redis_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    """Two nodes that share the slots; the first of them."""
+    redis = pytest.importorskip("redis", reason="redis-py is not installed")
+    nodes = [RedisServer(tmp_path_factory.mktemp("cluster")) for _ in range(2)]
+    if not nodes[0].binary:
+        pytest.skip("no redis-server or valkey-server binary")
+    for node, bus in zip(nodes, (free_port(), free_port()), strict=True):
+        node.start("--cluster-enabled", "yes", "--cluster-port", str(bus))
+    clients = [redis.Redis.from_url(node.url) for node in nodes]
+    for client, slots in zip(clients, ((0, 8191), (8192, 16383)), strict=True):
+        client.execute_command("CLUSTER ADDSLOTSRANGE", *slots)
+    bus = clients[1].config_get("cluster-port")["cluster-port"]
+    clients[0].execute_command("CLUSTER MEET", "127.0.0.1", nodes[1].port, bus)
+    deadline = time.monotonic() + 30
+    while any(client.execute_command("CLUSTER INFO")["cluster_state"] != "ok" for client in clients):
+        if time.monotonic() > deadline:
+            raise RuntimeError("the cluster does not form")
+    yield nodes[0]
+    for node in nodes:
+        node.stop()
+
+
+@pytest.fixture
+def cluster_url(redis_cluster: RedisServer) -> str:
+    return f"{redis_cluster.url}?cluster=1&prefix={uuid4().hex}:[*"
 
 
 @pytest.fixture(scope="session")
@@ -107,7 +135,7 @@ def file_url(tmp_path: Path) -> str:
     return f"file://{tmp_path}/objects"
 
 
-@pytest.fixture(params=["redis", "s3", "file"])
+@pytest.fixture(params=["redis", "cluster", "s3", "file"])
 def remote_url(request: pytest.FixtureRequest) -> str:
     """The same test on every kind of server."""
     return str(request.getfixturevalue(f"{request.param}_url"))

@@ -48,7 +48,7 @@ REMOTE: dict[str, Callable[[str, Path], BlockStore]] = {
     "memory, remote": lambda url, folder: open_store(url),
     "memory, disk, remote": lambda url, folder: open_store(url, local=folder),
 }
-SERVERS = {"redis": [*REMOTE], "s3": ["remote"], "file": ["remote"]}
+SERVERS = {"redis": [*REMOTE], "cluster": ["remote"], "s3": ["remote"], "file": ["remote"]}
 
 
 @pytest.fixture(params=[*MAKERS, *(f"{kind}:{server}" for server, kinds in SERVERS.items() for kind in kinds)])

@@ -541,7 +541,15 @@ def test_our_options_are_taken_out_of_a_url() -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["ftp://x", "redis://h?timeout=0", "redis://h?timeout=soon", "redis://h?write=never", "redis://h:port/0"]
+    "url",
+    [
+        "ftp://x",
+        "redis://h?timeout=0",
+        "redis://h?timeout=soon",
+        "redis://h?write=never",
+        "redis://h?cluster=yes",
+        "redis://h:port/0",
+    ],
 )
 def test_urls_that_make_no_sense(url: str) -> None:
     pytest.importorskip("redis", reason="the redis client is not installed (extra [redis])")
@@ -549,7 +557,9 @@ def test_urls_that_make_no_sense(url: str) -> None:
         open_store(url)
 
 
-@pytest.mark.parametrize("url", ["s3://b?prefix=x", "s3://b?color=red", "redis://h?endpoint=x", "file:///x?ttl=1"])
+@pytest.mark.parametrize(
+    "url", ["s3://b?prefix=x", "s3://b?cluster=1", "s3://b?color=red", "redis://h?endpoint=x", "file:///x?ttl=1"]
+)
 def test_options_that_do_not_exist(url: str, tmp_path: Path) -> None:
     with pytest.raises(UnknownOptionError):
         open_store(url, local=tmp_path / "never")
@@ -568,3 +578,20 @@ def test_a_missing_client_library_names_the_extra(monkeypatch: pytest.MonkeyPatc
 def test_local_goes_with_a_url(tmp_path: Path) -> None:
     with pytest.raises(UsageError):
         open_store(tmp_path / "a", local=tmp_path / "b")
+
+
+def test_a_cluster_s_nodes_share_the_blocks(redis_cluster: RedisServer) -> None:
+    import redis
+
+    url = f"{redis_cluster.url}?cluster=1&prefix=shared:"
+    with open_store(url, memory_bytes=0) as store:
+        blocks = [make_block(seed) for seed in range(20)]
+        assert all(store.put(block) for block in blocks)
+        assert all(same(*pair) for pair in zip(store.get_many([b.key for b in blocks]), blocks, strict=True))
+        with redis.Redis.from_url(redis_cluster.url) as node:  # plain: one node's own
+            own = len(node.keys("shared:blocks/*"))
+        assert 0 < own < len(blocks)
+        assert store.delete_tagged("nobody") == 0
+        assert store.clear() == len(blocks)
+    with open_store("redis://127.0.0.1:1?cluster=1&timeout=1", memory_bytes=0) as nobody:
+        assert reason(nobody.get(blocks[0].key)) == "unavailable"

@@ -49,6 +49,27 @@ def test_everything_at_once_with_kills(context: Any, tmp_path: Path, policy: str
             assert store.stats().bytes <= limit + len(encode_block(block_of(0)))
 
 
+def test_quotas_hold_under_kills(context: Any, tmp_path: Path) -> None:
+    rng = random.Random(5)
+    one = len(encode_block(make_block(0, salt="tenant-0", **workers.SHAPE)))  # type: ignore[arg-type]
+    DiskStore(tmp_path, 100 * one, tenant_bytes=4 * one).close()
+    for round_ in range(ROUNDS // 2):
+        started = [start(context, workers.churn_as_tenants, tmp_path, 10_000 * round_ + 1000 * i) for i in range(3)]
+        for process, pipe in started:
+            for _ in range(rng.randint(10, 30)):
+                seed, ok = pipe.recv()
+                assert ok, seed
+            process.kill()
+        for process, _ in started:
+            process.join()
+        with DiskStore(tmp_path) as store:
+            store.check(fix=True)
+            assert store.check() == []
+            used = [store.tenant_usage(f"tenant-{i}") for i in range(3)]
+            assert sum(used) == store.stats().bytes
+            assert all(0 < size <= 4 * one for size in used), used
+
+
 def test_every_byte_of_a_whole_store_flipped_in_turn(tmp_path: Path) -> None:
     blocks = [make_block(i, tokens=2, layers=1) for i in range(2)]
     with DiskStore(tmp_path, compression="int8") as store:

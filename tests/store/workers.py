@@ -71,3 +71,13 @@ def churn_and_tend(folder: Path, first_seed: int, pipe: Connection) -> None:
         if seed % 13 == 0:
             store.delete_tagged("3")
         pipe.send((seed, isinstance(found, Miss) or same(found, block)))
+
+
+def churn_as_tenants(folder: Path, first_seed: int, pipe: Connection) -> None:
+    """Put blocks of three tenants without end, under the quota that the folder remembers; until killed."""
+    store = DiskStore(folder, lock_timeout_s=60)
+    for seed in range(first_seed, first_seed + 100_000):
+        block = make_block(seed, salt=f"tenant-{seed % 3}", **SHAPE)  # type: ignore[arg-type]
+        store.put(block)
+        found = store.get(block.key)
+        pipe.send((seed, isinstance(found, Miss) or same(found, block)))
