@@ -15,11 +15,11 @@ from kvboost_rag.engine.cost import CostModel
 from kvboost_rag.engine.decode import Step, cached_step, token_loop
 from kvboost_rag.engine.encode import ChunkEncoder
 from kvboost_rag.engine.guard import FidelityGuard, OnLowFidelity
-from kvboost_rag.engine.leave import store_missed
+from kvboost_rag.engine.leave import held_entry, store_missed
 from kvboost_rag.engine.lookup import BlockFinder
 from kvboost_rag.engine.plain import plain_prefill
 from kvboost_rag.engine.prefill import Prefiller, Prepared
-from kvboost_rag.engine.prefix import Held, PrefixCache, PrefixHit, common_prefix
+from kvboost_rag.engine.prefix import PrefixCache, PrefixHit, common_prefix
 from kvboost_rag.engine.render import Rendered, render_chat, render_text
 from kvboost_rag.engine.report import Report
 from kvboost_rag.engine.request import Request, is_token_ids
@@ -191,7 +191,9 @@ class Engine:
         reason = "stop" if finished else "cancelled" if request.cancel.cancelled else "length"
         report.new_tokens = len(ids)
         report.note_cache(prepared.cache.counts())
-        self._hold(request, prepared, ids, report)
+        entry = held_entry(self.adapter, self.tokens, self.salt, request, prepared, ids)
+        if entry is not None:
+            self.prefixes.add(entry)
         with report.stage("store"):
             report.stored_tokens = 0 if request.cancel.cancelled else store_missed(self.prefiller.finder, prepared)
             if self.costs is not None and prepared.deal is not None and not request.cancel.cancelled:
@@ -282,42 +284,6 @@ class Engine:
         if key not in self._warned:
             self._warned.add(key)
             log.warning(message)
-
-    def _hold(self, request: Request, prepared: Prepared, ids: list[int], report: Report) -> None:
-        """Keep what this request computed, for later turns and repeated prompts."""
-        if request.reuse == "off" or prepared.plain_cache is not None:
-            return
-        prompt = prepared.prompt
-        answer = tuple(ids[:-1])  # the last id was never forwarded
-        kv_tokens = prompt.token_ids + answer
-        text = self._held_text(prompt, answer)
-        exact = prepared.exact_tokens
-        if exact == prompt.num_tokens:
-            exact += len(answer)
-        segments = prompt.segments
-        if answer:
-            segments += (Segment("glue", text[len(prompt.text) :], answer, prompt.num_tokens),)
-        self.prefixes.add(
-            Held(
-                fingerprint=self.adapter.fingerprint.digest,
-                salt=self.salt,
-                policy=request.repair.recipe,
-                text=text,
-                segments=segments,
-                token_ids=kv_tokens,
-                exact_tokens=exact,
-                kv=prepared.cache.held(),
-                prompt_chars=len(prompt.text),
-                contents=prompt.contents,
-            )
-        )
-
-    def _held_text(self, prompt: Prompt, answer: tuple[int, ...]) -> str:
-        """Text of prompt and answer; "" where it can't be continued by text. An answer that ends inside a character
-        can't, nor one with control tokens of its own: a later prompt spells them in a message, where they are none."""
-        if not prompt.text or not self.tokens.is_plain(answer):
-            return ""
-        return prompt.text + self.tokens.prefix_text(answer)
 
 
 def _eos_ids(adapter: ModelAdapter) -> frozenset[int]:

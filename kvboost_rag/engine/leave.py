@@ -1,13 +1,18 @@
-"""What a request leaves in the store, after its answer."""
+"""What a request leaves behind after its answer: blocks in the store, and its KV for later turns."""
 
 from __future__ import annotations
 
 import logging
 
+from kvboost_rag.chunk import Prompt, Segment
 from kvboost_rag.engine.lookup import BlockFinder
 from kvboost_rag.engine.prefill import Prepared
+from kvboost_rag.engine.prefix import Held
+from kvboost_rag.engine.request import Request
+from kvboost_rag.engine.tokens import SpanTokenizer
 from kvboost_rag.errors import ModelError
 from kvboost_rag.kv.block import Block
+from kvboost_rag.model.adapter import ModelAdapter
 from kvboost_rag.store.base import BlockStore
 from kvboost_rag.store.null import NullStore
 
@@ -42,3 +47,40 @@ def store_missed(finder: BlockFinder, prepared: Prepared) -> int:
 def _bring_near(store: BlockStore, key: str) -> bool:
     """Whether the store has ``key``; if so, in its nearest tier from now on."""
     return store.contains(key) and (store.tier_of(key) == 0 or isinstance(store.get(key), Block))
+
+
+def held_entry(
+    adapter: ModelAdapter, tokens: SpanTokenizer, salt: str, request: Request, prepared: Prepared, ids: list[int]
+) -> Held | None:
+    """What this request computed, for later turns and repeated prompts; ``ids`` are the answer's tokens."""
+    if request.reuse == "off" or prepared.plain_cache is not None:
+        return None
+    prompt = prepared.prompt
+    answer = tuple(ids[:-1])  # the last id was never forwarded
+    text = _held_text(tokens, prompt, answer)
+    exact = prepared.exact_tokens
+    if exact == prompt.num_tokens:
+        exact += len(answer)
+    segments = prompt.segments
+    if answer:
+        segments += (Segment("glue", text[len(prompt.text) :], answer, prompt.num_tokens),)
+    return Held(
+        fingerprint=adapter.fingerprint.digest,
+        salt=salt,
+        policy=request.repair.recipe,
+        text=text,
+        segments=segments,
+        token_ids=prompt.token_ids + answer,
+        exact_tokens=exact,
+        kv=prepared.cache.held(),
+        prompt_chars=len(prompt.text),
+        contents=prompt.contents,
+    )
+
+
+def _held_text(tokens: SpanTokenizer, prompt: Prompt, answer: tuple[int, ...]) -> str:
+    """Text of prompt and answer; "" where it can't be continued by text. An answer that ends inside a character
+    can't, nor one with control tokens of its own: a later prompt spells them in a message, where they are none."""
+    if not prompt.text or not tokens.is_plain(answer):
+        return ""
+    return prompt.text + tokens.prefix_text(answer)
