@@ -21,7 +21,7 @@ from fidelity_policies import VARIANTS
 
 from kvboost_rag import KVBoost
 
-BINS = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256)  # of the position in the chunk: [0, 1), [1, 2), [2, 4), …
+BINS = (0, 1, 2, 4, 8, 16, 32, 64, 128)  # of the position in the chunk: [0, 1), [1, 2), [2, 4), … from 128 on
 COMPARED = ("alone", "head", "canonical")
 
 
