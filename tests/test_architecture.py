@@ -31,11 +31,12 @@ LEVELS = {
     "engine": 5,
     "warmup": 6, "verify": 6,
     "aio": 6, "constrain": 6, "metrics": 6, "toolcalls": 6,
-    "api": 7,
-    "registry": 8,
-    "": 9,
-    "cli": 10,
-    "__main__": 11,
+    "answers": 7,
+    "api": 8,
+    "registry": 9,
+    "": 10,
+    "cli": 11,
+    "__main__": 12,
 }  # fmt: skip
 SIDEWAYS = {("fingerprint", "keys")}  # same level, allowed
 FORBIDDEN = {("model", "store")}  # lower level, but none of its business
@@ -50,7 +51,12 @@ DISTRIBUTIONS = {
 # Used only where they are installed already, never asked for.
 NEVER_REQUIRED = {"peft", "gptqmodel", "autoawq_kernels", "awq_ext", "triton", "kernels"}
 # Measure one part alone, and therefore import it.
-MICRO_BENCHMARKS = {"benchmarks/match.py", "benchmarks/store.py", "benchmarks/gpu_check.py"}
+MICRO_BENCHMARKS = {
+    "benchmarks/match.py",
+    "benchmarks/store.py",
+    "benchmarks/gpu_check.py",
+    "benchmarks/gpu_machine.py",
+}
 MAX_LINES = 300
 
 

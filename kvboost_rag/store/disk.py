@@ -9,10 +9,8 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -22,7 +20,7 @@ from kvboost_rag.kv.codec import encode_parts
 from kvboost_rag.kv.layers import LayeredBlock
 from kvboost_rag.store.anchors import AnchorIndex
 from kvboost_rag.store.base import BlockStore, Miss, Problem, StoreStats
-from kvboost_rag.store.counters import Counters, admit
+from kvboost_rag.store.counters import Counters, T, admit
 from kvboost_rag.store.disk_care import Care, check_prune, index_needed
 from kvboost_rag.store.disk_check import check_store
 from kvboost_rag.store.disk_files import BlockFiles, IndexUnavailable
@@ -31,12 +29,12 @@ from kvboost_rag.store.disk_quota import QuotaFull
 from kvboost_rag.store.disk_read import BlockReader
 from kvboost_rag.store.disk_uses import Uses
 from kvboost_rag.store.manifest import Manifest
+from kvboost_rag.store.readers import Readers
 from kvboost_rag.store.settings import DEFAULT_DISK_BYTES, StoreSettings, folder_settings
 
 __all__ = ["DEFAULT_DISK_BYTES", "DEFAULT_FREE_BYTES", "DiskStore"]
 
 DEFAULT_FREE_BYTES = 1 << 30
-READERS = 4  # threads of get_many
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -93,8 +91,7 @@ class DiskStore(BlockStore):
         self.min_free_bytes, self.keep_text = min_free_bytes, keep_text
         self.counters = Counters()
         self._uses = Uses(self._tell)
-        self._lock = threading.Lock()
-        self._pool: tuple[int, ThreadPoolExecutor] | None = None  # with the process that it works in
+        self._readers = Readers()
         try:
             self.settings = folder_settings(self.folder, **given)
             self.limit_bytes, self.compression = self.settings.limit_bytes, self.settings.compression
@@ -112,28 +109,27 @@ class DiskStore(BlockStore):
                 self.counters.count("evictions", self.care.fit(self.limit_bytes))
 
     def get(self, key: str) -> Block | Miss:
-        started = time.perf_counter()
-        found = self._reader.block(key)
-        if isinstance(found, Block):
-            self.touch(key)
-        return self.counters.result(found, time.perf_counter() - started)
+        return self._served(self._reader.block, key)
 
     def layers(self, key: str) -> LayeredBlock | Miss:
+        return self._served(self._reader.layers, key)
+
+    def _served(self, read: Callable[[str], T | Miss], key: str) -> T | Miss:
         started = time.perf_counter()
-        found = self._reader.layers(key)
-        if isinstance(found, LayeredBlock):
+        found = read(key)
+        if not isinstance(found, Miss):
             self.touch(key)
         return self.counters.result(found, time.perf_counter() - started)
 
     def get_many(self, keys: Sequence[str]) -> list[Block | Miss]:
         if len(keys) < 2:
             return [self.get(key) for key in keys]
-        return list(self._executor().map(self.get, keys))
+        return list(self._readers.pool().map(self.get, keys))
 
     def put(self, block: Block) -> bool:
         started = time.perf_counter()
         path = self.files.path(block.key)
-        if path is not None and os.path.exists(path) and block.key == block.derive_key():
+        if self.contains(block.key) and block.key == block.derive_key():
             self.touch(block.key)
             return True
         block = admit(block, keep_text=self.keep_text, compression=self.compression)
@@ -167,7 +163,7 @@ class DiskStore(BlockStore):
             return self.index.delete(key)
         except (IndexUnavailable, OSError):
             path = self.files.path(key)
-            had = path is not None and os.path.exists(path)
+            had = self.contains(key)
             if path is not None:
                 with suppress(OSError):
                     path.unlink()
@@ -257,7 +253,7 @@ class DiskStore(BlockStore):
 
     def touch(self, key: str) -> None:
         if self._uses.note(key):
-            self._executor().submit(self.flush)  # a look-up does not wait for the index
+            self._readers.pool().submit(self.flush)  # a look-up does not wait for the index
 
     def flush(self) -> None:
         """Tell the index what was used. Happens by itself every so often, and on :meth:`close`."""
@@ -268,9 +264,7 @@ class DiskStore(BlockStore):
 
     def close(self) -> None:
         self.flush()
-        if self._pool is not None:
-            self._pool[1].shutdown()
-            self._pool = None
+        self._readers.close()
         self.anchors.close()
         self.index.close()
 
@@ -289,12 +283,6 @@ class DiskStore(BlockStore):
     def _forget(self, key: str) -> None:
         with suppress(IndexUnavailable, OSError):
             self.index.forget(key)
-
-    def _executor(self) -> ThreadPoolExecutor:
-        with self._lock:
-            if self._pool is None or self._pool[0] != os.getpid():  # threads do not survive a fork
-                self._pool = (os.getpid(), ThreadPoolExecutor(READERS, thread_name_prefix="kvboost-store"))
-            return self._pool[1]
 
     def _sweep(self) -> None:
         """Remove what writers that were killed left behind."""
