@@ -1,79 +1,144 @@
-"""README's tables, made from the committed result files: ``python benchmarks/tables.py`` rewrites what stands between
-``<!-- table NAME -->`` and ``<!-- end -->``. A test compares them, so no figure is typed by hand."""
+"""The tables of docs/fidelity.md and README.md, made from the committed result files: no figure is typed by hand.
+
+    python benchmarks/tables.py            # rewrite what stands between markers, print the README block
+    python benchmarks/tables.py --check    # change nothing; exit 1 where a document is out of date
+
+A document says ``<!-- begin NAME -->`` … ``<!-- end NAME -->``. ``NAME`` is a result file's stem (the whole table of that
+run), ``overview`` (one line per run, our three points), ``short`` (the README block) or ``ttft`` (time to first token).
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
-BLOCK = re.compile(r"(<!-- table (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
-TTFT_ROWS = {
-    "hf": "Hugging Face `model(...)`, full prefill",
-    "prefix": "`reuse=\"prefix\"`, context in a new order",
-    "fast": "`fast`: nothing repaired",
-    "balanced": "`balanced` (default)",
-    "faithful": "`faithful`",
-    "floor": "floor: whole context already in place",
-}  # fmt: skip
+from fidelity_policies import BY_NAME
+from ttft_table import ttft
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = Path(__file__).parent / "results"
+DOCUMENTS = (ROOT / "docs" / "fidelity.md", ROOT / "README.md")
+POINTS = ("fast", "balanced", "faithful")
+SHORT = (
+    ("fidelity-squad-held", "SQuAD, 8 paragraphs"),
+    ("fidelity-musique-held", "MuSiQue, 8 × 256 tokens"),
+)
+OVERVIEW = (
+    *SHORT,
+    ("fidelity-needle", "needle, 8 × 128"),
+    ("fidelity-multineedle", "two needles, 8 × 128"),
+    ("fidelity-twohop", "two hops, 8 × 128"),
+    ("fidelity-chunks-64", "MuSiQue, 8 × 64"),
+    ("fidelity-chunks-1024", "needle, 3 × 1024"),
+    ("fidelity-shuffled", "MuSiQue, 8 × 256, passages shuffled"),
+)
+BLOCK = re.compile(r"(<!-- begin (?P<name>[\w-]+) -->\n).*?(<!-- end (?P=name) -->)", re.DOTALL)
 
 
-def load(name: str) -> dict[str, Any]:
-    """A committed result file."""
-    found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+def load(stem: str, results: Path = RESULTS) -> dict[str, Any]:
+    """A committed result file. Raises ``SystemExit`` where there is none."""
+    path = results / f"{stem}.json"
+    if not path.is_file():
+        raise SystemExit(f"no result file {path.name}; make it with benchmarks/fidelity.py --out {stem}")
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return found
 
 
-def machine(result: dict[str, Any]) -> str:
-    """Hardware and versions in a few words."""
-    e = result["environment"]
-    where = e["device"] if e["device"] != "cpu" else f"{e['threads']} cores of {e['cpu']}"
-    return f"{where}, torch {e['torch']}, transformers {e['transformers']}"
+def kl_with_interval(row: dict[str, Any], over: str) -> str:
+    low, high = row["ci95"][f"kl_{over}"]
+    return f"{row[f'kl_{over}']:.3f} ({low:.3f}–{high:.3f})"
 
 
-def ttft() -> str:
-    """Time to first token by row and dtype; medians with quartiles, ratios side by side in one run."""
-    result = load("ttft")
-    setup, lines = result["setup"], []
-    for run in result["results"]:
-        lines += [
-            f"| {run['dtype']} | TTFT ms (quartiles) | forwarded tokens | against HF | against the floor |",
-            "|---|---|---|---|---|",
-            *(_ttft_row(TTFT_ROWS[name], row) for name, row in run["rows"].items()),
-            "",
-        ]
-    warm = ", ".join(f"{r['warm_up']['time_per_token_over_hf']:.2f} × ({r['dtype']})" for r in result["results"])
-    hits = min(r["hit_ratio"] for r in result["results"])
-    lines.append(
-        f"{setup['chunks']} chunks × {setup['tokens_per_chunk']} tokens from a pool of {setup['pool']}, random order, "
-        f"{setup['queries']} queries, {setup['model']}; hit ratio {hits:.0%}; {machine(result)}. "
-        f"Warm-up takes {warm} of Hugging Face's own time per token."
-    )
+def percent(value: float | None) -> str:
+    return "–" if value is None else f"{100 * value:.0f} %"
+
+
+def whole(stem: str, results: Path = RESULTS) -> str:
+    """Every row of one run."""
+    found = load(stem, results)
+    over = found["kl_over"]
+    gap = over == "gold"  # elsewhere the passages do not help with the gold answer: there is no gap to close
+    head = ["policy", "what it is", f"KL over the {over} answer (95 %)", "same token", "same text"]
+    head += ["NLL gap closed", "mean abs. ΔNLL"] if gap else []
+    head += ["recomputed", "forwarded"]
+    lines = [f"n={found['n']}, commit {found['environment']['commit']}.", "", *header(head)]
+    for name, row in found["rows"].items():
+        about = BY_NAME[name].about if name in BY_NAME else "full prefill over the same tokens"
+        cells = [f"`{name}`", about, kl_with_interval(row, over), percent(row["agreement"]), percent(row["same_text"])]
+        cells += [percent(row.get("gap_nll_gold")), f"{row['d_nll']:.2f}"] if gap else []
+        lines.append(table_row([*cells, percent(row["repaired_share"]), percent(row["forwarded_share"])]))
     return "\n".join(lines) + "\n"
 
 
-def _ttft_row(label: str, row: dict[str, Any]) -> str:
-    t = row["ttft_s"]
-    box = f"{1e3 * t['median']:.0f} ({1e3 * t['q1']:.0f}–{1e3 * t['q3']:.0f})"
-    faster, floor = row["faster_than_hf"]["median"], row["times_floor"]["median"]
-    return f"| {label} | {box} | {row['forwarded_tokens']['median']:.0f} | {faster:.1f} × faster | {floor:.2f} × |"
+def points(runs: tuple[tuple[str, str], ...], results: Path = RESULTS) -> str:
+    """One line per run: the KL of our three points beside that of the naive way, where it was measured."""
+    lines = header(["prompts", "n", "alone (naive)", *(f"`{p}`" for p in POINTS)])
+    for stem, title in runs:
+        if not (results / f"{stem}.json").is_file():
+            continue  # not measured
+        found = load(stem, results)
+        over, rows = found["kl_over"], found["rows"]
+        cells = [f"{rows[p][f'kl_{over}']:.3f}" if p in rows else "–" for p in ("alone", *POINTS)]
+        lines.append(table_row([title, str(found["n"]), *cells]))
+    return "\n".join(lines) + "\n"
 
 
-TABLES: dict[str, Callable[[], str]] = {"ttft": ttft}
+def short(results: Path = RESULTS) -> str:
+    """README's table: KL, equal tokens and cost of the three points on the two real sets."""
+    lines = header(["", *(f"`{p}`" for p in POINTS), "blocks alone (naive)"])
+    for stem, title in SHORT:
+        found = load(stem, results)
+        over, rows = found["kl_over"], found["rows"]
+        for label, cell in (
+            (f"{title}: KL, nats (n={found['n']})", lambda r, over=over: kl_with_interval(r, over)),
+            ("same most likely token", lambda r: percent(r["agreement"])),
+            ("forwarded, of full prefill", lambda r: percent(r["forwarded_share"])),
+        ):
+            lines.append(table_row([label, *(cell(rows[p]) for p in (*POINTS, "alone"))]))
+    return "\n".join(lines) + "\n"
 
 
-def rewritten(page: str) -> str:
-    """``page`` with every marked table made anew."""
-    return BLOCK.sub(lambda m: m[1] + TABLES[m[2]]() + m[3], page)
+def header(cells: list[str]) -> list[str]:
+    return [table_row(cells), "|" + "---|" * len(cells)]
+
+
+def table_row(cells: list[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def rendered(document: str, results: Path = RESULTS) -> str:
+    """``document`` with every block made anew."""
+    named: dict[str, Callable[[], str]] = {
+        "overview": lambda: points(OVERVIEW, results),
+        "short": lambda: short(results),
+        "ttft": lambda: ttft(load("ttft", results)),
+    }
+
+    def block(match: re.Match[str]) -> str:
+        name = match["name"]
+        return match[1] + (named[name]() if name in named else whole(name, results)) + match[3]
+
+    return BLOCK.sub(block, document)
 
 
 def main() -> None:
-    readme = ROOT / "README.md"
-    readme.write_text(rewritten(readme.read_text(encoding="utf-8")), encoding="utf-8")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true")
+    args = parser.parse_args()
+    stale = []
+    for path in DOCUMENTS:
+        text = path.read_text(encoding="utf-8")
+        if rendered(text) != text:
+            stale.append(path.name)
+            if not args.check:
+                path.write_text(rendered(text), encoding="utf-8")
+    if args.check and stale:
+        raise SystemExit(f"out of date: {', '.join(stale)}; run python benchmarks/tables.py")
+    print(short())
 
 
 if __name__ == "__main__":

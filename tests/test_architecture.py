@@ -23,7 +23,7 @@ INTEGRATIONS = ROOT / "integrations"
 # First part below kvboost_rag → level. A module imports its own part, or a part of a lower level.
 LEVELS = {
     "errors": 0,
-    "keys": 1, "config": 1, "chunk": 1, "fingerprint": 1,
+    "keys": 1, "config": 1, "once": 1, "chunk": 1, "fingerprint": 1,
     "data": 1, "plan": 1,
     "kv": 2,
     "store": 3,

@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-import readme_fidelity as tables  # noqa: E402
+import tables  # noqa: E402
 
 FILES = sorted(tables.RESULTS.glob("fidelity-*.json")) + sorted(tables.RESULTS.glob("deviation-*.json"))
 
@@ -20,7 +20,8 @@ FILES = sorted(tables.RESULTS.glob("fidelity-*.json")) + sorted(tables.RESULTS.g
 @pytest.mark.parametrize("path", tables.DOCUMENTS, ids=lambda p: p.name)
 def test_a_document_shows_what_the_result_files_say(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
-    assert tables.rendered(text) == text, "run python benchmarks/readme_fidelity.py"
+    assert tables.BLOCK.search(text), "no table is marked"
+    assert tables.rendered(text) == text, "run python benchmarks/tables.py"
 
 
 def test_a_changed_figure_makes_a_document_stale(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from time import perf_counter
@@ -34,9 +33,8 @@ from kvboost_rag.engine.verdicts import Verdicts
 from kvboost_rag.errors import ContextLengthError, EmptyPromptError, UsageError
 from kvboost_rag.kv.block import Block
 from kvboost_rag.model.adapter import ModelAdapter
+from kvboost_rag.once import Once
 from kvboost_rag.store.base import BlockStore
-
-log = logging.getLogger("kvboost_rag")
 
 LONG_PROMPT_TOKENS = 512  # a prompt this long without a match, with a filled store, is worth one warning
 
@@ -73,7 +71,7 @@ class Engine:
         self.guard = FidelityGuard(self.verdicts, on_low_fidelity)
         self.costs = costs
         self.spot = spot
-        self._warned: set[str] = set()
+        self._once = Once()
 
     def _tokens_of_key(self, key: str) -> tuple[int, ...] | None:
         """Ids of the block under ``key`` if it may serve here: a store holds other models' and contexts' blocks too."""
@@ -273,17 +271,12 @@ class Engine:
         if prompt.chunks:
             return
         if request.chunks or (len(self.store.anchors) and prompt.num_tokens >= LONG_PROMPT_TOKENS):
-            self._warn_once(
+            self._once.warn(
                 "no chunk matched",
                 f"no known chunk was found in a prompt of {prompt.num_tokens} tokens although "
                 f"{len(self.store.anchors)} are known; is the text changed on its way "
                 "(repr, escaping, another splitter)?",
             )
-
-    def _warn_once(self, key: str, message: str) -> None:
-        if key not in self._warned:
-            self._warned.add(key)
-            log.warning(message)
 
 
 def _eos_ids(adapter: ModelAdapter) -> frozenset[int]:

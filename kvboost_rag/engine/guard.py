@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import threading
 from dataclasses import replace
 from typing import Literal, get_args
 
@@ -11,8 +9,7 @@ from kvboost_rag.config import NAMED_REPAIRS, unknown_option
 from kvboost_rag.engine.report import Report
 from kvboost_rag.engine.request import Request
 from kvboost_rag.engine.verdicts import Verdict, Verdicts
-
-log = logging.getLogger("kvboost_rag")
+from kvboost_rag.once import Once
 
 OnLowFidelity = Literal["warn", "repair", "full", "ignore"]
 MODES: tuple[str, ...] = get_args(OnLowFidelity)
@@ -40,8 +37,7 @@ class FidelityGuard:
     def __init__(self, verdicts: Verdicts, mode: OnLowFidelity) -> None:
         self.verdicts = verdicts
         self.mode = mode
-        self._lock = threading.Lock()
-        self._said: set[str] = set()
+        self._once = Once()
 
     def admit(self, request: Request) -> tuple[Request, str]:
         """The request as it is to be answered, and what was changed and why ("" if nothing was)."""
@@ -52,7 +48,7 @@ class FidelityGuard:
             return request, ""
         changed, instead = self._fallback(request)
         note = f"{_failure(request, verdict)}: answered {instead} instead (on_low_fidelity={self.mode!r})"
-        self._say(f"failed {request.repair.recipe}", note)
+        self._once.warn(f"failed {request.repair.recipe}", note)
         return changed, note
 
     def _fallback(self, request: Request) -> tuple[Request, str]:
@@ -69,7 +65,7 @@ class FidelityGuard:
             return
         verdict = self.verdicts.get(request.repair)
         if verdict is None:
-            self._say(
+            self._once.warn(
                 "unverified",
                 f"chunks are reused approximately, and nobody has verified repair={request.repair.label} for this "
                 "model and store: run `kvboost-rag verify` on your own questions "
@@ -78,14 +74,7 @@ class FidelityGuard:
         elif not verdict.ok:
             message = f'{_failure(request, verdict)}; on_low_fidelity="repair" or "full" would answer otherwise'
             report.warnings.append(message)
-            self._say(f"failed {request.repair.recipe}", message)
-
-    def _say(self, cause: str, message: str) -> None:
-        with self._lock:
-            if cause in self._said:
-                return
-            self._said.add(cause)
-        log.warning(message)
+            self._once.warn(f"failed {request.repair.recipe}", message)
 
 
 def _failure(request: Request, verdict: Verdict) -> str:

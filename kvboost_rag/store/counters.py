@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from bisect import bisect_left
 from collections import Counter
@@ -13,9 +12,9 @@ from kvboost_rag.errors import UsageError
 from kvboost_rag.kv.block import Block
 from kvboost_rag.kv.compress import compress
 from kvboost_rag.kv.layers import LayeredBlock
+from kvboost_rag.once import Once
 from kvboost_rag.store.base import LATENCY_BOUNDS_S, REASONS, Miss, StoreStats
 
-log = logging.getLogger("kvboost_rag.store")
 T = TypeVar("T", Block, LayeredBlock)
 
 
@@ -28,7 +27,7 @@ class Counters:
         self._counts: Counter[str] = Counter()
         self._seconds = {"read": 0.0, "write": 0.0}
         self._read_counts = [0] * (len(LATENCY_BOUNDS_S) + 1)
-        self._warned: set[str] = set()
+        self._once = Once("kvboost_rag.store")
 
     def count(self, name: str, amount: int = 1) -> None:
         """Add to ``hits``, ``writes``, ``skipped_writes`` or ``evictions``."""
@@ -63,11 +62,7 @@ class Counters:
 
     def warn(self, cause: str, message: str) -> None:
         """Log a warning once per ``cause``."""
-        with self._lock:
-            if cause in self._warned:
-                return
-            self._warned.add(cause)
-        log.warning(message)
+        self._once.warn(cause, message)
 
     def stats(self, kind: str) -> StoreStats:
         """The counters as stats; sizes are the caller's to fill in."""

@@ -23,6 +23,18 @@ pytestmark = pytest.mark.slow
 ROUNDS = 12
 
 
+def kill_after(started: list[Any], rng: random.Random, low: int, high: int) -> None:
+    """Kill each worker after it reported ``low`` to ``high`` good steps."""
+    for process, pipe in started:
+        for _ in range(rng.randint(low, high)):
+            seed, ok = pipe.recv()
+            assert ok, seed
+        process.kill()
+    for process, _ in started:
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_everything_at_once_with_kills(context: Any, tmp_path: Path, policy: str) -> None:
     rng = random.Random(policy)
@@ -31,14 +43,7 @@ def test_everything_at_once_with_kills(context: Any, tmp_path: Path, policy: str
     for round_ in range(ROUNDS):
         first = 10_000 * round_
         started = [start(context, workers.churn_and_tend, tmp_path, first + 1000 * i) for i in range(3)]
-        for process, pipe in started:
-            for _ in range(rng.randint(1, 25)):
-                seed, ok = pipe.recv()
-                assert ok, seed
-            process.kill()
-        for process, _ in started:
-            process.join()
-            assert process.exitcode == -signal.SIGKILL
+        kill_after(started, rng, 1, 25)
         with DiskStore(tmp_path) as store:
             store.check(fix=True)
             assert store.check() == []
@@ -55,13 +60,7 @@ def test_quotas_hold_under_kills(context: Any, tmp_path: Path) -> None:
     DiskStore(tmp_path, 100 * one, tenant_bytes=4 * one).close()
     for round_ in range(ROUNDS // 2):
         started = [start(context, workers.churn_as_tenants, tmp_path, 10_000 * round_ + 1000 * i) for i in range(3)]
-        for process, pipe in started:
-            for _ in range(rng.randint(10, 30)):
-                seed, ok = pipe.recv()
-                assert ok, seed
-            process.kill()
-        for process, _ in started:
-            process.join()
+        kill_after(started, rng, 10, 30)
         with DiskStore(tmp_path) as store:
             store.check(fix=True)
             assert store.check() == []
