@@ -10,8 +10,16 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from langchain_classic.chains import RetrievalQA, create_history_aware_retriever, create_retrieval_chain
+from langchain.agents import create_agent
+from langchain.agents.middleware import before_model, dynamic_prompt
+from langchain_classic.chains import (
+    ConversationalRetrievalChain,
+    RetrievalQA,
+    create_history_aware_retriever,
+    create_retrieval_chain,
+)
 from langchain_classic.chains.combine_documents import create_stuff_documents_chain
+from langchain_classic.retrievers import MultiQueryRetriever
 from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.documents import Document
 from langchain_core.language_models import BaseLanguageModel
@@ -20,6 +28,7 @@ from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import ChatPromptTemplate, MessagesPlaceholder, PromptTemplate
 from langchain_core.retrievers import BaseRetriever
 from langchain_core.runnables import RunnableLambda, RunnablePassthrough
+from langchain_core.tools import create_retriever_tool
 
 from kvboost_rag import KVBoost
 from langchain_kvboost_rag import ChatKVBoost, KVBoostLLM, register_retrieved, warm_documents, warm_vectorstore
@@ -90,9 +99,67 @@ def history_aware(llm: Any, retriever: BaseRetriever) -> Any:
     return chain.invoke({"input": "When was it built?", "chat_history": history})
 
 
+class Fixed(BaseRetriever):
+    """Answers every query with what the base finds for the question: rephrasings are the model's own."""
+
+    base: BaseRetriever
+
+    def _get_relevant_documents(self, query: str, *, run_manager: Any) -> list[Document]:
+        return self.base.invoke(QUESTION)
+
+
+def conversational(llm: Any, retriever: BaseRetriever) -> Any:
+    chain = ConversationalRetrievalChain.from_llm(llm, retriever=Fixed(base=retriever))
+    return chain.invoke({"question": "When was it built?", "chat_history": [("What stands there?", "A lighthouse.")]})
+
+
+def multi_query(llm: Any, retriever: BaseRetriever) -> Any:
+    many = MultiQueryRetriever.from_llm(Fixed(base=retriever), llm, include_original=True)
+    return retrieval_chain(llm, many)
+
+
+def agent_with_dynamic_prompt(llm: Any, retriever: BaseRetriever) -> Any:
+    @dynamic_prompt
+    def with_context(request: Any) -> str:
+        return f"Use the following context in your response:\n\n{format_docs(retriever.invoke(QUESTION))}"
+
+    return create_agent(llm, [], middleware=[with_context]).invoke({"messages": [("human", QUESTION)]})
+
+
+def agent_with_context_in_the_query(llm: Any, retriever: BaseRetriever) -> Any:
+    @before_model
+    def with_context(state: Any, runtime: Any) -> dict[str, Any]:
+        last = state["messages"][-1]
+        context = format_docs(retriever.invoke(QUESTION))
+        text = f"{last.content}\n\nUse the following context to answer the query:\n{context}"
+        return {"messages": [last.model_copy(update={"content": text})]}
+
+    return create_agent(llm, [], middleware=[with_context]).invoke({"messages": [("human", QUESTION)]})
+
+
+def retriever_tool(llm: Any, retriever: BaseRetriever) -> Any:
+    """The messages of an agent's second step; the call itself is written here, a small model would not decide on it."""
+    search = create_retriever_tool(retriever, "search", "Search the guide.", response_format="content_and_artifact")
+    call = {"name": "search", "args": {"query": QUESTION}, "id": "call00001", "type": "tool_call"}
+    messages = [HumanMessage(QUESTION), AIMessage("", tool_calls=[call]), search.invoke(call)]
+    return llm.bind_tools([search]).invoke(messages)
+
+
 PATHS: dict[str, Ask] = {
     f.__name__: f
-    for f in (retrieval_chain, retrieval_chain_with_sources, lcel, retrieval_qa, retrieval_qa_from_llm, history_aware)
+    for f in (
+        retrieval_chain,
+        retrieval_chain_with_sources,
+        lcel,
+        retrieval_qa,
+        retrieval_qa_from_llm,
+        history_aware,
+        conversational,
+        multi_query,
+        agent_with_dynamic_prompt,
+        agent_with_context_in_the_query,
+        retriever_tool,
+    )
 }
 
 

@@ -87,6 +87,21 @@ def real_engine(smollm2: LoadedModel) -> Iterator[KVBoost]:
 
 
 @pytest.fixture
+def smol_llm(smollm2: LoadedModel, counter: TokenCountingHandler) -> Iterator[KVBoostLLM]:
+    """Like ``llm``, over SmolLM2 with an empty store. A short filler: for tests about hits, not about fidelity."""
+    from llama_index.llms.kvboost_rag import KVBoostLLM
+
+    from kvboost_rag import KVBoost
+
+    Settings.callback_manager = CallbackManager([counter])
+    engine = KVBoost(smollm2.model, smollm2.tokenizer, name="smollm2", store="memory", filler_tokens=48)
+    Settings.llm = made = KVBoostLLM(engine=engine, max_tokens=4)
+    made.set_global_tokenizer()
+    yield made
+    engine.close()
+
+
+@pytest.fixture
 def reports(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The engine's report of every request, counted where the engine answers."""
     from kvboost_rag.engine.engine import Engine

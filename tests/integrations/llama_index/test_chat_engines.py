@@ -59,6 +59,21 @@ def _chat(engine: Any, message: str, streaming: bool) -> str:
 def test_two_turns(
     name: str, is_async: bool, streaming: bool, llm: KVBoostLLM, counter: TokenCountingHandler, reports: list[Any]
 ) -> None:
+    check_two_turns(name, is_async, streaming, llm, counter, reports)
+
+
+@pytest.mark.slow
+@pytest.mark.real_model
+@pytest.mark.parametrize("name", list(ENGINES))
+def test_two_turns_with_smollm2(
+    name: str, smol_llm: KVBoostLLM, counter: TokenCountingHandler, reports: list[Any]
+) -> None:
+    check_two_turns(name, False, True, smol_llm, counter, reports)
+
+
+def check_two_turns(
+    name: str, is_async: bool, streaming: bool, llm: KVBoostLLM, counter: TokenCountingHandler, reports: list[Any]
+) -> None:
     make, has_nodes, calls = ENGINES[name]
     retriever = ListRetriever(make_nodes())
     engine = make(retriever, llm)

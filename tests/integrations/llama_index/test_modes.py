@@ -65,6 +65,19 @@ def test_every_mode_is_in_the_matrix() -> None:
 def test_mode(
     mode: str, is_async: bool, streaming: bool, llm: KVBoostLLM, counter: TokenCountingHandler, reports: list[Any]
 ) -> None:
+    check_mode(mode, is_async, streaming, llm, counter, reports)
+
+
+@pytest.mark.slow
+@pytest.mark.real_model
+@pytest.mark.parametrize("mode", list(MODES))
+def test_mode_with_smollm2(mode: str, smol_llm: KVBoostLLM, counter: TokenCountingHandler, reports: list[Any]) -> None:
+    check_mode(mode, False, False, smol_llm, counter, reports)
+
+
+def check_mode(
+    mode: str, is_async: bool, streaming: bool, llm: KVBoostLLM, counter: TokenCountingHandler, reports: list[Any]
+) -> None:
     calls, verbatim = MODES[mode]
     args = {"response_mode": mode, "llm": llm}
     if streaming and mode in NO_STREAM:
