@@ -38,7 +38,7 @@ demo: setup  ## warm a document folder, ask a question, print the answer and a t
 test: setup  ## the test suite (CPU, no network)
 	$(PY) -m pytest -q -m "not slow" $(ARGS)
 
-test-all: setup  ## the test suite with the slow matrix and all notebooks
+test-all: setup  ## the test suite with the slow matrix
 	$(PY) -m pytest -q $(ARGS)
 
 lint: setup  ## ruff (rules and format) and mypy

@@ -4,7 +4,7 @@
     python benchmarks/tables.py --check    # change nothing; exit 1 where a document is out of date
 
 A document says ``<!-- begin NAME -->`` … ``<!-- end NAME -->``. ``NAME`` is a result file's stem (the whole table of that
-run), ``overview`` (one line per run, our three points), ``short`` (the README block) or ``ttft`` (time to first token).
+run), ``overview`` (one line per run, our three points), ``short`` (the README block) ``ttft`` (time to first token) or ``match``.
 """
 
 from __future__ import annotations
@@ -102,6 +102,16 @@ def short(results: Path = RESULTS) -> str:
     return "\n".join(lines) + "\n"
 
 
+def match_times(result: dict[str, Any]) -> str:
+    """One sentence on finding known chunks in a prompt, from ``benchmarks/match.py``."""
+    few, many = result["rows"][0], result["rows"][-1]
+    return (
+        f"Finding the chunks of a prompt of {few['prompt_chars_median']:,.0f} characters takes "
+        f"{few['find_ms_median']:.1f} ms among {few['known_chunks']:,} known chunks and {many['find_ms_median']:.1f} ms "
+        f"among {many['known_chunks']:,}.\n"
+    )
+
+
 def header(cells: list[str]) -> list[str]:
     return [table_row(cells), "|" + "---|" * len(cells)]
 
@@ -116,6 +126,7 @@ def rendered(document: str, results: Path = RESULTS) -> str:
         "overview": lambda: points(OVERVIEW, results),
         "short": lambda: short(results),
         "ttft": lambda: ttft(load("ttft", results)),
+        "match": lambda: match_times(load("match", results)),
     }
 
     def block(match: re.Match[str]) -> str:
