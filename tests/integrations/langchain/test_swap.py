@@ -28,7 +28,7 @@ from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import ChatPromptTemplate, MessagesPlaceholder, PromptTemplate
 from langchain_core.retrievers import BaseRetriever
 from langchain_core.runnables import RunnableLambda, RunnablePassthrough
-from langchain_core.tools import create_retriever_tool
+from langchain_core.tools import create_retriever_tool, tool
 
 from kvboost_rag import KVBoost
 from langchain_kvboost_rag import ChatKVBoost, KVBoostLLM, register_retrieved, warm_documents, warm_vectorstore
@@ -137,12 +137,36 @@ def agent_with_context_in_the_query(llm: Any, retriever: BaseRetriever) -> Any:
     return create_agent(llm, [], middleware=[with_context]).invoke({"messages": [("human", QUESTION)]})
 
 
-def retriever_tool(llm: Any, retriever: BaseRetriever) -> Any:
+def after_tool(llm: Any, search: Any) -> Any:
     """The messages of an agent's second step; the call itself is written here, a small model would not decide on it."""
-    search = create_retriever_tool(retriever, "search", "Search the guide.", response_format="content_and_artifact")
-    call = {"name": "search", "args": {"query": QUESTION}, "id": "call00001", "type": "tool_call"}
+    call = {"name": search.name, "args": {"query": QUESTION}, "id": "call00001", "type": "tool_call"}
     messages = [HumanMessage(QUESTION), AIMessage("", tool_calls=[call]), search.invoke(call)]
     return llm.bind_tools([search]).invoke(messages)
+
+
+def retriever_tool(llm: Any, retriever: BaseRetriever) -> Any:
+    kind = "content_and_artifact"
+    return after_tool(llm, create_retriever_tool(retriever, "search", "Search the guide.", response_format=kind))
+
+
+def tutorial_tool(llm: Any, retriever: BaseRetriever) -> Any:
+    @tool(response_format="content_and_artifact")
+    def search(query: str) -> tuple[str, list[Document]]:
+        """Search the guide."""
+        found = retriever.invoke(query)
+        return "\n\n".join(f"Source: {d.metadata}\nContent: {d.page_content}" for d in found), found
+
+    return after_tool(llm, search)
+
+
+def tool_with_blocks(llm: Any, retriever: BaseRetriever) -> Any:
+    @tool(response_format="content_and_artifact")
+    def search(query: str) -> tuple[list[dict[str, str]], list[Document]]:
+        """Search the guide."""
+        found = retriever.invoke(query)
+        return [{"type": "text", "text": d.page_content} for d in found], found
+
+    return after_tool(llm, search)
 
 
 PATHS: dict[str, Ask] = {
@@ -159,6 +183,8 @@ PATHS: dict[str, Ask] = {
         agent_with_dynamic_prompt,
         agent_with_context_in_the_query,
         retriever_tool,
+        tutorial_tool,
+        tool_with_blocks,
     )
 }
 
