@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from llama_index.core.callbacks import TokenCountingHandler
 from llama_index.core.query_engine import RetrieverQueryEngine
-from llama_index.core.response_synthesizers import ResponseMode
+from llama_index.core.response_synthesizers import ResponseMode, get_response_synthesizer
 from llama_index.llms.kvboost_rag import KVBoostLLM, KVBoostSynthesizer, ReuseWarning, verbatim_context
 
 from tests.integrations.llama_index.corpus import PASSAGES, QUESTION, ListRetriever, make_nodes
@@ -148,3 +148,22 @@ def test_nodes_given_directly_are_learned_too(make_llm: Any, reports: list[Any])
     for nodes in (make_nodes(), make_nodes()[::-1]):
         synthesizer.synthesize(QUESTION, [NodeWithScore(node=n) for n in nodes])
     assert [(r.misses, r.hits) for r in reports] == [(4, 0), (0, 4)]
+
+
+def check_multimodal(llm: KVBoostLLM, reports: list[Any]) -> None:
+    """``multimodal=True`` puts nodes into content blocks that LlamaIndex joins: the bodies stand verbatim all the same."""
+    synthesizer = get_response_synthesizer(llm=llm, response_mode=ResponseMode.COMPACT, multimodal=True)
+    both_orders({"response_synthesizer": synthesizer}, False, False)
+    first, second = reports
+    assert first.misses == second.hits == 4
+    assert second.misses == 0
+
+
+def test_multimodal(llm: KVBoostLLM, reports: list[Any]) -> None:
+    check_multimodal(llm, reports)
+
+
+@pytest.mark.slow
+@pytest.mark.real_model
+def test_multimodal_with_smollm2(smol_llm: KVBoostLLM, reports: list[Any]) -> None:
+    check_multimodal(smol_llm, reports)
