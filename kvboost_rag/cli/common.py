@@ -208,7 +208,7 @@ answer_options = options(
         "--spot-check",
         type=click.FloatRange(0, 1),
         metavar="SHARE",
-        help="Compare this share of answers (1: every one) with full prefill afterwards, and say how far off they were.",
+        help="Compare this share of answers (1: every one) with full prefill afterwards, and say how far off.",
     ),
 )
 corpus_options = options(
