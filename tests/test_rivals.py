@@ -188,6 +188,19 @@ def test_own_head_blocks_make_the_first_chunk_exact(case: Case) -> None:
         assert (laid.cache.kv[layer, 1, :, start:end] - want.values[0, :, start:end]).abs().max() < TOLERANCE
 
 
+@pytest.mark.parametrize("style", ["chat", "numbered"])
+def test_the_own_head_is_what_stands_in_front_of_the_first_passage(
+    tiny: Any, tokenizer: Any, items: list[data.Item], style: str
+) -> None:
+    engine = KVBoost(tiny, tokenizer, store="memory", alone=True)
+    text = engine.render(data.messages(items[0], style=style))
+    for count in (0, 2):
+        before, passage = items[0].passages[:count], items[0].passages[count]
+        marked = [dict(m) for m in data.head_messages(before, style=style)]
+        marked[-1]["content"] += passage
+        assert text.startswith(engine.render(marked).split(passage)[0] + passage)
+
+
 def test_dummies_stand_in_front_of_each_chunk_and_are_dropped(case: Case) -> None:
     start, end = case.spans.chunks[1]
     chunk = list(case.spans.token_ids[start:end])
