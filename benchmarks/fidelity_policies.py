@@ -101,7 +101,7 @@ DEFAULT = "no-context,plain,alone,head,cacheblend-15,legolink-16,fast,balanced,f
 
 def rows(names: str) -> list[Row]:
     """Rows by comma-separated names; ``first=8+query=0.1@head`` builds one on the spot (variant after ``@``), and so do
-    ``ape:0.9:1.0`` (temperature, scale) and ``ape-shared:0.9:1.0``.
+    ``ape:0.9:1.0`` (temperature, scale; after ``@`` the blocks, the prompt's own head if none) and ``ape-shared:0.9:1.0``.
 
     Raises:
         SystemExit: an unknown name.
@@ -110,13 +110,14 @@ def rows(names: str) -> list[Row]:
 
 
 def _ape(name: str) -> Row:
-    kind, *values = name.split(":")
+    spec, _, variant = name.partition("@")
+    kind, *values = spec.split(":")
     try:
         temperature, scale, *first = (float(v) for v in values)
         method = Ape(temperature, scale, shared=kind == "ape-shared", first=int(first[0]) if first else 0)
     except ValueError as error:
         raise SystemExit(f"unknown policy {name!r}: give ape:TEMPERATURE:SCALE[:FIRST]") from error
-    return Row(name, "own-head", method=method, about="custom")
+    return Row(name, variant or "own-head", method=method, about="custom")
 
 
 def _custom(name: str) -> Row:

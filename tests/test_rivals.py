@@ -167,8 +167,9 @@ def test_ape_merges_by_log_sum_exp() -> None:
 
 
 def test_ape_by_name() -> None:
-    a, b = rows("ape:0.8:1.0,ape-shared:0.9:0.7")
-    assert a.method == Ape(0.8, 1.0)
+    a, b, c = rows("ape:0.8:1.0,ape-shared:0.9:0.7,ape:1.0:0.9:4@canonical")
+    assert (a.method, a.variant) == (Ape(0.8, 1.0), "own-head")
+    assert (c.method, c.variant) == (Ape(1.0, 0.9, first=4), "canonical")
     assert b.method == Ape(0.9, 0.7, shared=True)
     with pytest.raises(SystemExit, match="ape:TEMPERATURE:SCALE"):
         rows("ape:warm")
