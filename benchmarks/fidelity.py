@@ -33,6 +33,7 @@ from rival_prompt import Laid, Spans, spans_of
 from kvboost_rag import KVBoost, Repair
 
 MAX_NEW_TOKENS = 24
+QUIET: dict[str, Any] = {"on_low_fidelity": "ignore"}  # verifying is what happens here
 
 
 class Recorder:
@@ -74,9 +75,8 @@ class Bench:
         """The engine of a variant; prefixes are never held, so no row profits from another's prompt."""
         if variant not in self._engines:
             model = self._load("bfloat16")[0] if variant == "bf16" else self.model
-            self._engines[variant] = KVBoost(
-                model, self.tokenizer, store="memory", prefix_bytes=0, memory_bytes=4 << 30, **engine_options(variant)
-            )
+            options = {"prefix_bytes": 0, "memory_bytes": 4 << 30, **QUIET, **engine_options(variant)}
+            self._engines[variant] = KVBoost(model, self.tokenizer, store="memory", **options)
         return self._engines[variant]
 
     def measure(
@@ -88,7 +88,7 @@ class Bench:
         for variant in sorted(v for v in needed if not is_made(v)):
             self.engine(variant).warm(item.passages)
         base = self.engine("canonical")
-        holding = KVBoost(self.model, self.tokenizer, store=base.store, prefix_bytes=1 << 34)
+        holding = KVBoost(self.model, self.tokenizer, store=base.store, prefix_bytes=1 << 34, **QUIET)
         full = Reference(holding, item, self.style, self.max_new_tokens)
         self._make_blocks(item, sorted(v for v in needed if is_made(v)), other, full)
         out = {"full": self._reference_outcome(full, item)}
