@@ -24,12 +24,16 @@ import torch
 from common import environment, write_result
 from fidelity_data import DEFAULT_DATA, SPLITS, DataSet, Item, load_set, messages
 from fidelity_metrics import agreement, exact_match, f1, kl
-from fidelity_policies import DEFAULT, VARIANTS, Outcome, Row, rows
+from fidelity_policies import DEFAULT, Outcome, Row, engine_options, is_made, rows
 from fidelity_report import summary, table
+from fidelity_ways import EngineWay, RivalWay, Way, nll
+from rival_blocks import RivalBlocks
+from rival_prompt import Laid, Spans, spans_of
 
 from kvboost_rag import KVBoost, Repair
 
 MAX_NEW_TOKENS = 24
+QUIET: dict[str, Any] = {"on_low_fidelity": "ignore"}  # verifying is what happens here
 
 
 class Recorder:
@@ -71,25 +75,37 @@ class Bench:
         """The engine of a variant; prefixes are never held, so no row profits from another's prompt."""
         if variant not in self._engines:
             model = self._load("bfloat16")[0] if variant == "bf16" else self.model
-            self._engines[variant] = KVBoost(
-                model, self.tokenizer, store="memory", prefix_bytes=0, memory_bytes=4 << 30, **VARIANTS[variant]
-            )
+            options = {"prefix_bytes": 0, "memory_bytes": 4 << 30, **QUIET, **engine_options(variant)}
+            self._engines[variant] = KVBoost(model, self.tokenizer, store="memory", **options)
         return self._engines[variant]
 
-    def measure(self, item: Item, wanted: Sequence[Row], *, gold: bool = True) -> dict[str, Outcome]:
-        """Every row on one item; ``"full"`` is the reference itself. ``gold``: score the gold answer too."""
+    def measure(
+        self, item: Item, wanted: Sequence[Row], *, gold: bool = True, other: Sequence[str] = ()
+    ) -> dict[str, Outcome]:
+        """Every row on one item; ``"full"`` is the reference itself. ``gold``: score the gold answer too. ``other``:
+        passages of another item, for what a warm-up learns elsewhere."""
         needed = {row.variant for row in wanted if row.reuse == "chunks"} | {"canonical"}
-        for variant in sorted(needed):
+        for variant in sorted(v for v in needed if not is_made(v)):
             self.engine(variant).warm(item.passages)
         base = self.engine("canonical")
-        holding = KVBoost(self.model, self.tokenizer, store=base.store, prefix_bytes=1 << 34)
+        holding = KVBoost(self.model, self.tokenizer, store=base.store, prefix_bytes=1 << 34, **QUIET)
         full = Reference(holding, item, self.style, self.max_new_tokens)
+        self._make_blocks(item, sorted(v for v in needed if is_made(v)), other, full)
         out = {"full": self._reference_outcome(full, item)}
         for row in wanted:
             out[row.name] = self._outcome(row, item, full, gold)
         for variant in needed:
             self.engine(variant).store.clear()
         return out
+
+    def _make_blocks(self, item: Item, variants: Sequence[str], other: Sequence[str], full: Reference) -> None:
+        if variants:
+            made = RivalBlocks(self.engine(variants[0]), item, other, self._spans(item, full), self.style)
+            for variant in variants:
+                made.fill(self.engine(variant).store, variant)
+
+    def _spans(self, item: Item, full: Reference) -> Spans:
+        return spans_of(self.engine("canonical"), messages(item, style=self.style), item.passages, full.report)
 
     @staticmethod
     def _reference_outcome(full: Reference, item: Item) -> Outcome:
@@ -106,26 +122,21 @@ class Bench:
         )
 
     def _outcome(self, row: Row, item: Item, full: Reference, gold: bool) -> Outcome:
-        engine = self.engine(row.variant)
-        prompt = messages(item, passages=row.passages, style=self.style)
-        options: dict[str, Any] = {"reuse": row.reuse, "repair": row.repair}
-        if row.passages:
-            options["chunks"] = list(item.passages)
-        greedy = engine.score(prompt, full.token_ids, logits=True, **options)
-        assert greedy.logits is not None
-        same = agreement(full.logits, greedy.logits)
-        text = full.text
-        if same < 1:  # where every argmax agrees, the free run is the teacher-forced one
-            text = engine.generate(prompt, max_new_tokens=self.max_new_tokens, **options).text
-        along = kl(full.logits, greedy.logits)
-        context = sum(c.num_tokens for c in greedy.report.chunks)
+        way: Way = (
+            self._laid(row, item, full) if row.method else EngineWay(self.engine(row.variant), row, item, self.style)
+        )
+        greedy = way.logits(full.token_ids)
+        same = agreement(full.logits, greedy)
+        # Where every argmax agrees, the free run is the teacher-forced one.
+        text = full.text if same == 1 else way.text(self.max_new_tokens)
+        along = kl(full.logits, greedy)
         over_gold: dict[str, float] = dict.fromkeys(("kl_gold", "nll_gold", "d_nll"), nan)
         if gold:
-            scored = engine.score(prompt, item.answers[0], logits=True, **options)
-            assert scored.logits is not None
+            scored = way.logits(full.gold.token_ids)
             assert full.gold.logits is not None
-            divergence = float(kl(full.gold.logits, scored.logits).mean())
-            over_gold = {"kl_gold": divergence, "nll_gold": scored.nll, "d_nll": abs(scored.nll - full.gold.nll)}
+            of_gold = nll(scored, full.gold.token_ids)
+            divergence = float(kl(full.gold.logits, scored).mean())
+            over_gold = {"kl_gold": divergence, "nll_gold": of_gold, "d_nll": abs(of_gold - full.gold.nll)}
         return Outcome(
             kl_first=float(along[0]),
             kl_greedy=float(along.mean()),
@@ -134,11 +145,21 @@ class Bench:
             **over_gold,
             f1=f1(text, item.answers),
             exact=exact_match(text, item.answers),
-            forwarded=greedy.report.forwarded_tokens,
-            repaired_share=greedy.report.repaired_tokens / context if context else 0.0,
-            ttft_s=greedy.report.ttft_s,
+            forwarded=way.forwarded,
+            repaired_share=way.repaired_share,
+            ttft_s=way.ttft_s,
             text=text,
         )
+
+    def _laid(self, row: Row, item: Item, full: Reference) -> Way:
+        assert row.method is not None
+        engine = self.engine(row.variant)
+        held = [engine.store.get(key) for key in engine.store.keys()]  # noqa: SIM118 - a store is not a dict
+        by_ids = {tuple(b.token_ids): b for b in held}
+        spans = self._spans(item, full)
+        blocks = [by_ids[spans.token_ids[start:end]] for start, end in spans.chunks]
+        room = max(self.max_new_tokens, len(full.gold.token_ids), len(full.token_ids))
+        return RivalWay(Laid(engine, spans, blocks, row.method, room=room))
 
 
 def run(
@@ -152,7 +173,8 @@ def run(
     """Measure every item; progress on stderr. ``keep`` gets all results so far after each item."""
     results: list[dict[str, Outcome]] = []
     for number, item in enumerate(data.items, 1):
-        results.append(bench.measure(item, wanted, gold=data.over == "gold"))
+        other = data.items[number % len(data.items)].passages if len(data.items) > 1 else ()
+        results.append(bench.measure(item, wanted, gold=data.over == "gold", other=other))
         keep(results)
         if not quiet:
             so_far = {r.name: fmean(getattr(x[r.name], f"kl_{data.over}") for x in results) for r in wanted}

@@ -50,6 +50,15 @@ def messages(item: Item, *, passages: bool = True, style: str = "chat") -> list[
     return [{"role": "system", "content": SYSTEM}, user]
 
 
+def head_messages(before: Sequence[str] = (), *, style: str = "chat") -> list[dict[str, str]]:
+    """The prompt of :func:`messages` up to where the passage behind ``before`` begins."""
+    if style == "numbered":
+        titles = [f"Document {i}:\n" for i in range(1, len(before) + 2)]
+        body = "\n\n".join(title + p for title, p in zip(titles, [*before, ""], strict=True))
+        return [{"role": "user", "content": f"Use these documents.\n\n{body}"}]
+    return [{"role": "system", "content": SYSTEM}, {"role": "user", "content": "".join(f"{p}\n\n" for p in before)}]
+
+
 def cut(tokenizer: Any, text: str, tokens: int, answers: Sequence[str] = ()) -> str:
     """About ``tokens`` tokens of ``text``: from its start, or around the first answer that would be lost."""
     spans = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]

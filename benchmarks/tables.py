@@ -63,13 +63,15 @@ def whole(stem: str, results: Path = RESULTS) -> str:
     over = found["kl_over"]
     gap = over == "gold"  # elsewhere the passages do not help with the gold answer: there is no gap to close
     head = ["policy", "what it is", f"KL over the {over} answer (95 %)", "same token", "same text"]
-    head += ["NLL gap closed", "mean abs. ΔNLL"] if gap else []
+    head += ["NLL gap closed", "mean abs. ΔNLL", "F1", "F1 gap closed"] if gap else []
     head += ["recomputed", "forwarded"]
     lines = [f"n={found['n']}, commit {found['environment']['commit']}.", "", *header(head)]
     for name, row in found["rows"].items():
         about = BY_NAME[name].about if name in BY_NAME else "full prefill over the same tokens"
         cells = [f"`{name}`", about, kl_with_interval(row, over), percent(row["agreement"]), percent(row["same_text"])]
-        cells += [percent(row.get("gap_nll_gold")), f"{row['d_nll']:.2f}"] if gap else []
+        if gap:
+            cells += [percent(row.get("gap_nll_gold")), f"{row['d_nll']:.2f}"]
+            cells += [f"{row['f1']:.2f}", percent(row.get("gap_f1"))]
         lines.append(table_row([*cells, percent(row["repaired_share"]), percent(row["forwarded_share"])]))
     return "\n".join(lines) + "\n"
 

@@ -15,13 +15,16 @@ import torch
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
+import deviation  # noqa: E402
 import fidelity  # noqa: E402
 import fidelity_data as data  # noqa: E402
 import fidelity_metrics as metrics  # noqa: E402
 import fidelity_report  # noqa: E402
+import tables  # noqa: E402
 from fidelity_policies import Outcome, Row, rows  # noqa: E402
 
 from kvboost_rag import Repair  # noqa: E402
+from tests.tiny import save_tiny, tiny_model  # noqa: E402
 
 ROUNDING = 1e-5  # nats
 
@@ -102,6 +105,16 @@ def test_a_mask_that_leaks_the_future_is_caught(
     assert leaked.kl_greedy > exact.kl_greedy
 
 
+def test_the_noise_floor_is_full_prefill_in_bfloat16(tokenizer: Any, items: list[data.Item]) -> None:
+    def load(dtype: str) -> tuple[Any, Any]:
+        return tiny_model("llama", dtype=getattr(torch, dtype), vocab_size=len(tokenizer)), tokenizer
+
+    noisy = fidelity.Bench(load, max_new_tokens=4)
+    found = measure(noisy, items[:1], *rows("full-bf16,fast"))[0]
+    assert ROUNDING < found["full-bf16"].kl_gold < found["fast"].kl_gold
+    assert found["full-bf16"].repaired_share == 1.0
+
+
 def test_kl_and_agreement_of_known_distributions() -> None:
     full = torch.log(torch.tensor([[0.5, 0.5], [0.9, 0.1]]))
     other = torch.log(torch.tensor([[0.25, 0.75], [0.9, 0.1]]))
@@ -162,6 +175,47 @@ def test_synthetic_sets_repeat_and_hold_their_answer(name: str) -> None:
         assert all(part in text for part in item.answers[0].split(" and "))
 
 
+@pytest.mark.parametrize("tokens", [64, 128, 256, 512, 1024])
+def test_chunks_of_any_size(tokenizer: Any, tokens: int, tmp_path: Path) -> None:
+    file = tmp_path / "long.jsonl"
+    prose = " ".join(f"Sentence {i} says little." for i in range(2000))
+    file.write_text(json.dumps({"question": "q?", "answer": "Sentence 1200", "passages": [prose, prose[::-1]]}))
+    (item,) = data.load_set(str(file), tokenizer, n=1, chunks=2, chunk_tokens=tokens).items
+    lengths = [len(tokenizer(p, add_special_tokens=False)["input_ids"]) for p in item.passages]
+    assert all(tokens - 4 <= n <= tokens + 1 for n in lengths)
+    assert "Sentence 1200" in item.passages[0]
+    short = data.synthetic("needle", 1, seed=0, chunks=2, chunk_tokens=tokens)[0].passages[0]
+    assert tokens / 2 < len(short.split()) * 1.4 < tokens * 1.2 + 20  # the needle comes on top
+
+
+def test_any_jsonl_file_is_a_set(tokenizer: Any, tmp_path: Path) -> None:
+    file = tmp_path / "mine.jsonl"
+    lines = [
+        {"question": f"q{i}?", "answers": [f"a{i}", "x"], "passages": [f"p{i}.{j}" for j in range(6)]} for i in range(5)
+    ]
+    file.write_text("\n".join(json.dumps(line) for line in lines) + "\n\n")
+    found = data.load_set(str(file), tokenizer, n=5)
+    assert (found.over, len(found.items)) == ("gold", 5)
+    assert found.items[3].answers == ("a3", "x")
+    assert found.items[3].passages == tuple(lines[3]["passages"])
+    assert [i.id for i in data.load_set(str(file), tokenizer, n=2, split="held").items] == ["mine:3", "mine:4"]
+    assert all(len(i.passages) == 4 for i in data.load_set(str(file), tokenizer, n=5, chunks=4).items)
+    with pytest.raises(SystemExit, match="no data set at"):
+        data.load_set(str(tmp_path / "none.jsonl"), tokenizer, n=1)
+
+
+def test_passages_can_be_permuted_and_a_seed_says_how(tokenizer: Any, tmp_path: Path) -> None:
+    file = tmp_path / "mine.jsonl"
+    passages = [f"p{j}" for j in range(8)]
+    file.write_text(json.dumps({"question": "q?", "answers": ["a"], "passages": passages}))
+    orders = [
+        data.load_set(str(file), tokenizer, n=1, shuffle=True, seed=seed).items[0].passages for seed in (0, 0, 1, 2)
+    ]
+    assert orders[0] == orders[1]
+    assert len({*orders, tuple(passages)}) == 4
+    assert all(sorted(o) == passages for o in orders)
+
+
 def test_two_hop_needs_two_passages() -> None:
     for item in data.synthetic("twohop", 10, seed=2, chunks=8, chunk_tokens=40):
         place = item.question.removeprefix("What is the seal number of the courier of ").rstrip("?")
@@ -208,10 +262,10 @@ def outcomes() -> Callable[[], list[dict[str, Outcome]]]:
         draw = random.Random(0)
         return [
             {
-                "full": Outcome(nll_gold=1.0, forwarded=100.0, agreement=1.0),
-                "no-context": Outcome(nll_gold=3.0, forwarded=10.0, kl_gold=1.0),
+                "full": Outcome(nll_gold=1.0, forwarded=100.0, agreement=1.0, f1=0.5, exact=1.0),
+                "no-context": Outcome(nll_gold=3.0, forwarded=10.0, kl_gold=1.0, f1=0.1),
                 "balanced": Outcome(nll_gold=1.5, forwarded=20.0, kl_gold=0.02 + 0.01 * draw.random()),
-                "fast": Outcome(nll_gold=2.0, forwarded=5.0, kl_gold=0.1 + 0.01 * draw.random()),
+                "fast": Outcome(nll_gold=2.0, forwarded=5.0, kl_gold=0.1 + 0.01 * draw.random(), f1=0.2),
             }
             for _ in range(8)
         ]
@@ -223,12 +277,50 @@ def test_summary_has_gap_intervals_and_paired_difference(outcomes: Callable[[], 
     found = fidelity_report.summary(outcomes(), "gold", against="balanced")
     fast = found["rows"]["fast"]
     assert fast["gap_nll_gold"] == 0.5
+    assert fast["gap_f1"] == pytest.approx(0.25)
+    assert (fast["f1"], fast["exact"]) == (0.2, 0.0)
     assert fast["forwarded_share"] == 0.05
     low, high = fast["ci95"]["kl_gold"]
     assert low <= fast["kl_gold"] <= high
     assert fast["kl_minus_balanced"][1] > 0
     text = fidelity_report.table(found)
     assert all(name in text for name in ("no-context", "balanced", "fast", "n=8"))
+
+
+@pytest.fixture
+def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the scripts write, in place of the committed results."""
+    monkeypatch.setattr(sys.modules["common"], "RESULTS", tmp_path / "results")
+    return tmp_path / "results"
+
+
+def test_the_script_writes_what_the_tables_read(tokenizer: Any, results: Path, tmp_path: Path) -> None:
+    """From a checkpoint and a jsonl file to a result file, a table and a picture."""
+    pytest.importorskip("matplotlib")
+    model, questions, picture = save_tiny(tmp_path / "model"), tmp_path / "mine.jsonl", tmp_path / "mine.png"
+    lines = [
+        {"question": i.question, "answers": i.answers, "passages": i.passages}
+        for i in data.synthetic("needle", 2, seed=1, chunks=3, chunk_tokens=60)
+    ]
+    questions.write_text("\n".join(json.dumps(line) for line in lines))
+    words = f"--set {questions} --model {model} --n 2 --max-new-tokens 3 --plot {picture}".split()
+    fidelity.main([*words, "--policies", "no-context,alone,balanced,ape,kamera-4,kvshift-15"])
+    found = json.loads((results / "fidelity-mine-all.json").read_text())
+    assert (found["n"], found["items"]) == (2, ["mine:1", "mine:2"])
+    assert {"gap_nll_gold", "gap_f1", "kl_minus_balanced", "ttft_s", "exact"} <= set(found["rows"]["alone"])
+    table = tables.whole("fidelity-mine-all", results)
+    assert all(f"`{name}`" in table for name in ("alone", "balanced", "ape", "kamera-4", "kvshift-15"))
+    assert picture.stat().st_size > 1000
+
+
+def test_deviation_is_none_where_no_context_is_known_and_some_above(tokenizer: Any, tmp_path: Path) -> None:
+    """Layer 0 turns each token into K and V on its own; everything above has seen the prompt."""
+    model = save_tiny(tmp_path / "model")
+    found = deviation.measure(str(model), data.synthetic("needle", 1, seed=1, chunks=3, chunk_tokens=60))
+    assert set(found) == {"alone", "head", "canonical"}
+    for of_variant in found.values():
+        assert of_variant.shape == (4, 2, len(deviation.BINS))
+        assert of_variant[0].max() < 1e-4 < of_variant[1:, :, :4].min()
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
 from pathlib import Path
@@ -118,6 +119,18 @@ def test_html_is_self_contained_and_escaped(engine: KVBoost) -> None:
     assert "&lt;script&gt;" in page
     assert not re.search(r"(src|href)=|https?://", page)
     assert page.count('title="KL ') == len(report.items[0].tokens)
+
+
+def test_changed_answers_stand_side_by_side(engine: KVBoost) -> None:
+    report = engine.verify([ITEM], policy="fast", max_new_tokens=6)
+    (item,) = report.changed  # a random tiny model notices every stale key
+    assert repr(item.full_text) in report.table()
+    assert repr(item.reuse_text) in report.table()
+    page = report.html()
+    assert page.count("<div class=pair>") == 1
+    assert html.escape(item.reuse_text) in page
+    same = engine.verify([ITEM], policy=Repair.full(), max_new_tokens=6)
+    assert "<div class=pair>" not in same.html()
 
 
 def test_report_is_jsonable_and_readable(engine: KVBoost) -> None:

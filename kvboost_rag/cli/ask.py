@@ -20,6 +20,7 @@ SYSTEM = "Answer the question from the passages. If they do not hold the answer,
 @click.argument("question")
 @click.argument("paths", nargs=-1, required=True, metavar="PATH…")
 @common.engine_options
+@common.answer_options
 @common.corpus_options
 @click.option("--k", "count", type=click.IntRange(min=1), default=4, show_default=True, help="Chunks to answer from.")
 @click.option("--retriever", type=click.Choice(["bm25"]), default="bm25", show_default=True)
@@ -55,10 +56,13 @@ def command(question: str, paths: tuple[str, ...], **params: Any) -> None:
         )
     with common.engine_for(options) as engine:
         result = _answer(engine, messages(question, chunks, system), chunks, params)
+        if not params["as_json"]:
+            _print_report(chunks, result)
+        spot = _spot_check(engine) if options.answers.get("spot_check") else None
     if params["as_json"]:
-        common.print_json(_as_dict(question, chunks, result))
-    else:
-        _print_report(chunks, result)
+        common.print_json(_as_dict(question, chunks, result) | ({"spot_check": spot} if spot else {}))
+    elif spot:
+        click.echo(_spot_line(spot), err=True)
 
 
 def messages(question: str, chunks: Sequence[SourceChunk], system: str = SYSTEM) -> list[dict[str, str]]:
@@ -96,6 +100,22 @@ def _print_report(chunks: Sequence[SourceChunk], result: Any) -> None:
     for number, chunk in enumerate(chunks):
         click.echo(f"chunk {number}: {_place(chunk)}", err=True)
     click.echo(result.report.table(), err=True)
+
+
+def _spot_check(engine: Any) -> dict[str, Any]:
+    """Wait for the comparison with full prefill that the answer may have started; its figures."""
+    engine.engine.spot.wait()
+    found: dict[str, Any] = engine.stats(sizes=False)["spot"]
+    return found
+
+
+def _spot_line(spot: dict[str, Any]) -> str:
+    if not spot["checked"]:
+        return "spot check: not compared (the answer is exact, or not in the share)"
+    return (
+        f"spot check: against full prefill the mean KL is {spot['mean_kl']:.3f} nats, "
+        f"the most likely token the same in {spot['agreement']:.0%} of the answer"
+    )
 
 
 def _place(chunk: SourceChunk) -> str:

@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -100,6 +100,7 @@ class EngineOptions:
     filler: str | None = None
     disk_bytes: int | None = None
     keep_text: bool = False
+    answers: Mapping[str, Any] = field(default_factory=dict)  # what `answer_options` gave
 
     @classmethod
     def take(cls, params: dict[str, Any]) -> EngineOptions:
@@ -115,6 +116,7 @@ class EngineOptions:
             filler=text_value(f"@{filler}") if filler else None,
             disk_bytes=params.pop("store_limit"),
             keep_text=params.pop("keep_text", False),
+            answers={n: value for n in ANSWER_OPTIONS if (value := params.pop(n, None)) not in (None, False)},
         )
 
     def kwargs(self) -> dict[str, Any]:
@@ -126,7 +128,7 @@ class EngineOptions:
             "keep_text": self.keep_text or None,
         }
         rest = {name: value for name, value in given.items() if value is not None}
-        return {"store": self.store, "dtype": self.dtype, "device": self.device, **rest}
+        return {"store": self.store, "dtype": self.dtype, "device": self.device, **rest, **self.answers}
 
 
 def make_engine(options: EngineOptions) -> Any:
@@ -191,6 +193,22 @@ engine_options = options(
         type=click.Path(exists=True, dir_okay=False),
         metavar="FILE",
         help="Neutral prose to compute chunks after, in the corpus's language. Part of every key.",
+    ),
+)
+ANSWER_OPTIONS = ("on_low_fidelity", "cost_model", "spot_check")
+answer_options = options(
+    click.option(
+        "--on-low-fidelity",
+        type=click.Choice(["warn", "repair", "full", "ignore"]),
+        help="What to do where `verify` found that this reuse changes answers too much: warn, answer with more repair, "
+        "by full prefill, or ignore it.  [default: warn]",
+    ),
+    click.option("--cost-model", is_flag=True, help="Prefill plainly where reuse would take longer on this machine."),
+    click.option(
+        "--spot-check",
+        type=click.FloatRange(0, 1),
+        metavar="SHARE",
+        help="Compare this share of answers (1: every one) with full prefill afterwards, and say how far off.",
     ),
 )
 corpus_options = options(

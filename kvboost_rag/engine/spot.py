@@ -134,6 +134,13 @@ class SpotChecker:
                 "worst_kl": max(kl for kl, _ in self._found) if n else None,
             }
 
+    def wait(self) -> None:
+        """Until nothing waits to be checked; meanwhile no request should run."""
+        with self._idle:
+            worker = self._worker
+        if worker is not None:
+            worker.join()
+
     def close(self) -> None:
         """Drop what waits, and wait for the rows in progress. Safe to call twice."""
         with self._idle:

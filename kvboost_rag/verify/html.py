@@ -15,6 +15,7 @@ body{font:15px/1.5 system-ui,sans-serif;max-width:60em;margin:2em auto;padding:0
 table{border-collapse:collapse}td,th{padding:.2em .8em;text-align:right;border-bottom:1px solid #ddd}
 td:first-child,th:first-child{text-align:left}.item{margin:1.4em 0;padding-top:.6em;border-top:1px solid #ddd}
 .answer{white-space:pre-wrap;font-family:ui-monospace,monospace;background:#fafafa;padding:.5em;margin:.2em 0}
+.pair{display:grid;grid-template-columns:1fr 1fr;gap:0 1em}
 .other{text-decoration:underline wavy #c8453b}.small{color:#666;font-size:13px}
 """
 WORST_KL = 1.0  # nats that get the full colour
@@ -45,17 +46,19 @@ def report_html(report: VerifyReport) -> str:
 
 
 def _item(item: ItemCheck) -> str:
-    answer = "".join(_token(t) for t in item.tokens) or escape(item.full_text)
-    other = (
-        f"<div class=small>reuse says</div><div class=answer>{escape(item.reuse_text)}</div>" if item.changed else ""
-    )
+    answer = f"<div class=answer>{''.join(_token(t) for t in item.tokens) or escape(item.full_text)}</div>"
+    if item.changed:
+        answer = (
+            f"<div class=pair><div class=small>full prefill</div><div class=small>reuse</div>{answer}"
+            f"<div class=answer>{escape(item.reuse_text)}</div></div>"
+        )
     warnings = "".join(f"<div class=small>{escape(w)}</div>" for w in item.warnings)
     return (
         f"<div class=item><b>{escape(item.question)}</b>"
         f"<div class=small>KL {item.kl:.4f}, first token {item.kl_first:.4f}, agreement {item.agreement:.0%}, "
         f"forwarded {item.forwarded_tokens:.0f} of {item.prompt_tokens} tokens, "
         f"{1e3 * item.full_ttft_s:.0f} → {1e3 * item.reuse_ttft_s:.0f} ms</div>"
-        f"<div class=answer>{answer}</div>{other}{warnings}</div>"
+        f"{answer}{warnings}</div>"
     )
 
 

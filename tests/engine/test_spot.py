@@ -44,9 +44,7 @@ def spot(engine: KVBoost) -> SpotChecker:
 
 def settle(engine: KVBoost) -> dict[str, Any]:
     """Figures once nothing is left to check."""
-    worker = spot(engine)._worker
-    if worker is not None:
-        worker.join(60)
+    spot(engine).wait()
     return spot(engine).stats()
 
 
