@@ -152,7 +152,7 @@ class Repair:
 NAMED_REPAIRS: dict[str, Repair] = {
     "fast": Repair(name="fast"),
     "balanced": Repair(first=8, query=0.13, cap=0.13, spread=0.75, name="balanced"),
-    "faithful": Repair(first=8, query=0.30, cap=0.30, spread=0.75, name="faithful"),
+    "faithful": Repair(first=8, query=0.30, cap=0.30, spread=0.75, sample=0.5, name="faithful"),
 }
 
 
