@@ -22,15 +22,23 @@ Partial = tuple[torch.Tensor, torch.Tensor]  # o [Hkv, G, R, D], l [Hkv, G, R], 
 
 
 def attend_part(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, hidden: torch.Tensor | None = None
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scaling: float,
+    hidden: torch.Tensor | None = None,
+    *,
+    causal: bool = False,
 ) -> Partial:
     """``query [Hkv, G, R, D]`` over ``key, value [Hkv, m, D]``; ``hidden [R, m]`` (bool) masks keys per row. Rows
-    without any key get zeros and ``-inf``."""
+    without any key get zeros and ``-inf``. ``causal`` (R = m, nothing else hidden): row i sees keys up to i."""
     if _fused_is_right(query.device.type, query.dtype) and (hidden is None or query.device.type == "cpu"):
-        out, lse = _fused(query, key, value, scaling, hidden)
+        out, lse = _fused(query, key, value, scaling, hidden, causal=causal)
     else:
+        if causal:
+            hidden = torch.ones(key.shape[1], key.shape[1], dtype=torch.bool, device=key.device).triu_(1)
         out, lse = _eager(query, key, value, scaling, hidden)
-    if hidden is not None:
+    if hidden is not None and not causal:
         blind = hidden.all(-1)  # kernels differ in what they make of such rows
         out, lse = out.masked_fill(blind[:, None], 0.0), lse.masked_fill(blind, float("-inf"))
     return out, lse
@@ -68,12 +76,19 @@ def _eager(
 
 
 def _fused(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, hidden: torch.Tensor | None
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scaling: float,
+    hidden: torch.Tensor | None,
+    *,
+    causal: bool = False,
 ) -> Partial:
     """torch's own kernels, which know their log-sum-exp but have no public function that returns it."""
     aten: Any = torch.ops.aten
     groups, rows = query.shape[1], query.shape[2]
-    if hidden is None:  # the rows of a group share their keys: one longer query
+    fold = hidden is None and not causal
+    if fold:  # the rows of a group share their keys: one longer query
         query, key, value = query.flatten(1, 2)[None], key[None], value[None]
     else:
         key, value = (x.unsqueeze(1).expand(-1, groups, -1, -1) for x in (key, value))
@@ -82,14 +97,14 @@ def _fused(
         if hidden is not None:
             mask = torch.zeros(hidden.shape, dtype=query.dtype).masked_fill_(hidden, float("-inf"))[None, None]
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, 0.0, False, attn_mask=mask, scale=scaling
+            query, key, value, 0.0, causal, attn_mask=mask, scale=scaling
         )
     else:
         out, lse, _, _ = aten._scaled_dot_product_efficient_attention(
-            query, key, value, None, True, 0.0, False, scale=scaling
+            query, key, value, None, True, 0.0, causal, scale=scaling
         )
         lse = lse[..., : query.shape[2]]  # padded
-    if hidden is None:
+    if fold:
         out, lse = out[0].unflatten(1, (groups, rows)), lse[0].unflatten(1, (groups, rows))
     return out.float(), lse.float()
 
@@ -98,12 +113,13 @@ def _fused(
 def _fused_is_right(device: str, dtype: torch.dtype) -> bool:
     """Ask once per kind of device: those functions may change with torch's version."""
     generator = torch.Generator().manual_seed(0)
-    query, key, value = (torch.randn(2, *shape, 64, generator=generator) for shape in ((3, 5), (40,), (40,)))
+    query, key, value = (torch.randn(2, *shape, 64, generator=generator) for shape in ((3, 40), (40,), (40,)))
     hidden = torch.rand(5, 40, generator=generator) < 0.5 if device == "cpu" else None
-    given = [t.to(device, dtype) for t in (query, key, value)]
-    expected = _eager(given[0], given[1], given[2], 0.125, hidden)
+    q, k, v = (t.to(device, dtype) for t in (query, key, value))
+    above = torch.ones(40, 40, dtype=torch.bool, device=q.device).triu_(1)
+    expected = (*_eager(q[:, :, :5], k, v, 0.125, hidden), *_eager(q, k, v, 0.125, above))
     try:
-        found = _fused(given[0], given[1], given[2], 0.125, hidden)
+        found = (*_fused(q[:, :, :5], k, v, 0.125, hidden), *_fused(q, k, v, 0.125, None, causal=True))
     except (AttributeError, RuntimeError, TypeError, ValueError) as e:
         logger.info("torch's fused attention is not used over pages on %s: %s", device, e)
         return False
