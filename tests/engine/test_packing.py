@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvboost_rag import KVBoost
-from kvboost_rag.model import packed
+from kvboost_rag.model import kernels, packed
 from kvboost_rag.model.packed import ONE_BY_ONE, Segments, choose_packed, one_by_one
 from tests.engine.helpers import DOCS, chat, make_engine, plain_ids
 from tests.tiny import tiny_model
@@ -171,3 +171,48 @@ def test_what_a_flash_kernel_is_handed(turned: bool, monkeypatch: pytest.MonkeyP
     assert calls == [own, shared] * 4
     for a, b in zip(together, engine.encoder(packs=False).encode(chunks), strict=True):
         assert gap(a.kv, b.kv) < TIGHT
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_call_fits_the_torch_that_is_here(causal: bool) -> None:
+    """On the meta device torch checks the call and gives the shapes, whatever options its version has."""
+    meta = torch.device("meta")
+    segments = Segments.of((30, 40), (30, 40) if causal else (9, 11), meta, causal=causal)
+    query = torch.empty(2, 2, 70, 16, device=meta, dtype=torch.float16)
+    key = torch.empty(2, 70 if causal else 20, 16, device=meta, dtype=torch.float16)
+    out, lse = packed._KERNELS["varlen"](query, key, key, segments, 0.25)
+    assert (out.shape, lse.shape) == ((2, 2, 70, 16), (2, 2, 70))
+    flat = kernels._varlen(query.flatten(0, 1)[None], key[None], key[None], 0.25)
+    assert flat.shape == (1, 70, 4, 16)
+
+
+def test_older_and_newer_varlen_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.10, 2.11 and 2.12 ask for different options."""
+    import torch.nn.attention.varlen as module
+
+    seen: dict[str, Any] = {}
+
+    def v210(q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, max_q: int, max_k: int, is_causal: Any = False) -> None:
+        seen.update(is_causal=is_causal)
+
+    def v211(q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, max_q: int, max_k: int, *, scale: Any = None,
+             window_size: Any = (-1, -1)) -> None:  # fmt: skip
+        seen.update(scale=scale, window_size=window_size)
+
+    def v212(q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, max_q: int, max_k: int, *, scale: Any = None,
+             window_size: Any = (-1, -1), enable_gqa: bool = False) -> None:  # fmt: skip
+        seen.update(scale=scale, window_size=window_size, enable_gqa=enable_gqa)
+
+    q, k, ends = torch.empty(5, 4, 16), torch.empty(5, 2, 16), torch.tensor([0, 5], dtype=torch.int32)
+    for function, expected in (
+        (v210, {"is_causal": True}),
+        (v211, {"scale": 0.25, "window_size": (-1, 0)}),
+        (v212, {"scale": 0.25, "window_size": (-1, 0), "enable_gqa": True}),
+    ):
+        seen.clear()
+        monkeypatch.setattr(module, "varlen_attn", function)
+        packed.varlen_attention(q, k, k, ends, ends, (5, 5), 0.25, causal=True)
+        assert seen == expected
+    monkeypatch.setattr(module, "varlen_attn", v210)
+    with pytest.raises(NotImplementedError, match="scale"):
+        packed.varlen_attention(q, k, k, ends, ends, (5, 5), 0.3, causal=True)

@@ -35,6 +35,8 @@ class Courier:
         self._in = [backend.empty(sizes.segment_layer_bytes) for _ in range(IN_SLOTS)]
         self._ready = [backend.event() for _ in range(IN_SLOTS)]
         self._free = [backend.event() for _ in range(IN_SLOTS)]
+        for free in self._free:  # this memory may have been others' before, whose last use is enqueued but not over
+            backend.record(free, "compute")
         self._next_in = 0
         self._ahead: tuple[int, int] | None = None  # (address, slot) of what was sent for before anyone asked
 
