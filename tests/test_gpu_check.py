@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture
-def scripts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def scripts(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The benchmark folder is no package: its files import one another by name."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import gpu_check
@@ -22,7 +21,7 @@ def scripts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     import gpu_models
     import gpu_parts
 
-    yield type("Scripts", (), {"check": gpu_check, "machine": gpu_machine, "models": gpu_models, "parts": gpu_parts})
+    return type("Scripts", (), {"check": gpu_check, "machine": gpu_machine, "models": gpu_models, "parts": gpu_parts})
 
 
 @pytest.mark.parametrize("part", ["kernels", "streaming", "reuse", "attention", "paged", "packing"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,9 @@ def test_everything_at_once(tmp_path: Path) -> None:
     options: dict[str, Any] = {"device": "cuda", "dtype": "float32", "store": "memory", "filler_tokens": 48}
     resident = KVBoost.from_pretrained(tmp_path, **options)
     kv = KVBudget(least_budget(resident).nbytes * 2, PAGE)
-    streamed = KVBoost.from_pretrained(tmp_path, vram=budget_for(tmp_path, 2), kv_vram=kv, **options)
+    budget = replace(budget_for(tmp_path, 2), context=1, held_tokens=1)
+    budget = replace(budget, vram=budget.vram + kv.nbytes)
+    streamed = KVBoost.from_pretrained(tmp_path, vram=budget, kv_vram=kv, **options)
     for engine in (streamed, resident):
         engine.warm(DOCS)
     for repair in REPAIRS.values():

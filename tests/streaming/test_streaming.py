@@ -139,6 +139,18 @@ def test_enough_memory_streams_nothing(tmp_path: Path) -> None:
     assert (logits(model) - logits(tiny_model("llama"))).abs().max() < TOLERANCE
 
 
+@pytest.mark.parametrize("order", ORDERS)
+def test_copies_and_stalls_are_timed(order: Any, tmp_path: Path) -> None:
+    save_tiny(tmp_path)
+    model = load_streamed(tmp_path, budget_for(tmp_path, 0), VirtualBackend(order=order))
+    for _ in range(5):
+        logits(model)
+    stats = model.kvboost_streamer.stats
+    assert stats.timed_bytes > 0.5 * stats.bytes_copied
+    assert stats.copy_s > 0
+    assert stats.gb_per_s is not None
+
+
 # --- reuse and repair ---------------------------------------------------------------------------------------
 
 POLICIES: dict[str, Any] = {
