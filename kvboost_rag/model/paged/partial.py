@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import logging
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 logger = logging.getLogger(__name__)
 
+ALIGNED = 16
+Kind = Literal["open", "masked", "causal"]  # all rows see all keys; a mask; row i sees keys up to i
 Partial = tuple[torch.Tensor, torch.Tensor]  # o [Hkv, G, R, D], l [Hkv, G, R], both fp32
 
 
@@ -32,9 +34,9 @@ def attend_part(
 ) -> Partial:
     """``query [Hkv, G, R, D]`` over ``key, value [Hkv, m, D]``; ``hidden [R, m]`` (bool) masks keys per row. Rows
     without any key get zeros and ``-inf``. ``causal`` (R = m, nothing else hidden): row i sees keys up to i."""
-    fused = _fused_is_right(query.device.type, query.dtype, causal)
-    if fused and (hidden is None or query.device.type == "cpu"):
-        out, lse = _fused(query, key, value, scaling, hidden, causal=causal)
+    kind: Kind = "causal" if causal else "masked" if hidden is not None else "open"
+    if _fused_is_right(query.device.type, query.dtype, kind):
+        out, lse = _fused(query, key, value, scaling, hidden, causal)
     else:
         if causal:
             hidden = torch.ones(key.shape[1], key.shape[1], dtype=torch.bool, device=key.device).triu_(1)
@@ -82,7 +84,6 @@ def _fused(
     value: torch.Tensor,
     scaling: float,
     hidden: torch.Tensor | None,
-    *,
     causal: bool = False,
 ) -> Partial:
     """torch's own kernels, which know their log-sum-exp but have no public function that returns it."""
@@ -93,16 +94,16 @@ def _fused(
         query, key, value = query.flatten(1, 2)[None], key[None], value[None]
     else:
         key, value = (x.unsqueeze(1).expand(-1, groups, -1, -1) for x in (key, value))
+    mask = None if hidden is None else _additive(hidden, query.dtype)
     if query.device.type == "cpu":
-        mask = None
-        if hidden is not None:
-            mask = torch.zeros(hidden.shape, dtype=query.dtype).masked_fill_(hidden, float("-inf"))[None, None]
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, 0.0, causal, attn_mask=mask, scale=scaling
         )
     else:
+        if mask is not None:
+            mask = mask.expand(query.shape[0], groups, -1, -1)
         out, lse, _, _ = aten._scaled_dot_product_efficient_attention(
-            query, key, value, None, True, 0.0, causal, scale=scaling
+            query, key, value, mask, True, 0.0, causal, scale=scaling
         )
         lse = lse[..., : query.shape[2]]  # padded
     if fold:
@@ -110,21 +111,33 @@ def _fused(
     return out.float(), lse.float()
 
 
+def _additive(hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``[1, 1, R, m]``: minus infinity where ``hidden [R, m]``; rows begin at multiples of 16 values, as the device's
+    kernel wants them."""
+    rows, keys = hidden.shape
+    whole = torch.zeros(rows, -(-keys // ALIGNED) * ALIGNED, dtype=dtype, device=hidden.device)
+    return whole[:, :keys].masked_fill_(hidden, float("-inf"))[None, None]
+
+
 @lru_cache
-def _fused_is_right(device: str, dtype: torch.dtype, causal: bool = False) -> bool:
+def _fused_is_right(device: str, dtype: torch.dtype, kind: Kind = "open") -> bool:
     """Ask once per kind of device and of call: those functions may change with torch's version."""
     generator = torch.Generator().manual_seed(0)
-    rows = 40 if causal else 5
-    query, key, value = (torch.randn(2, *shape, 64, generator=generator) for shape in ((3, rows), (40,), (40,)))
-    hidden = torch.rand(5, 40, generator=generator) < 0.5 if device == "cpu" else None
-    if causal:
-        hidden = torch.ones(40, 40, dtype=torch.bool).triu_(1)
-    q, k, v = (t.to(device, dtype) for t in (query, key, value))
-    expected = _eager(q, k, v, 0.125, hidden if hidden is None else hidden.to(device))
+    rows, keys = (75, 75) if kind == "causal" else (70, 187)
+    shapes = ((3, rows), (keys,), (keys,))
+    query, key, value = (torch.randn(2, *shape, 64, generator=generator).to(device, dtype) for shape in shapes)
+    hidden = None
+    if kind == "causal":
+        hidden = torch.ones(rows, keys, dtype=torch.bool).triu_(1).to(device)
+    elif kind == "masked":
+        hidden = torch.rand(rows, keys, generator=generator) < 0.5
+        hidden[5:9, :150] = True  # nothing of the first keys, which kernels take a block at a time
+        hidden = hidden.to(device)
+    expected = _eager(query, key, value, 0.125, hidden)
     try:
-        found = _fused(q, k, v, 0.125, None if causal else hidden, causal=causal)
+        found = _fused(query, key, value, 0.125, None if kind == "causal" else hidden, kind == "causal")
     except (AttributeError, RuntimeError, TypeError, ValueError) as e:
-        logger.info("torch's fused attention is not used over parts of the keys on %s: %s", device, e)
+        logger.info("torch's fused attention (%s) is not used over parts of the keys on %s: %s", kind, device, e)
         return False
     return all(
         torch.allclose(a, b, atol=1e-4 if dtype == torch.float32 else 2e-2)
