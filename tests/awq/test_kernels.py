@@ -48,7 +48,7 @@ def test_autoawq_is_used_where_it_is_installed_and_right(monkeypatch: pytest.Mon
 
     install(monkeypatch, counting)
     monkeypatch.setattr(linear, "_on_gpu", lambda x: True)
-    monkeypatch.setattr(linear, "_kernel", lambda: None)
+    monkeypatch.setattr(linear, "_kernel", lambda device: None)
     packed = quantize(torch.randn(64, 128), 32)
     x = torch.randn(7, 128).half()
     assert torch.equal(matmul(x, *packed), matmul_torch(x, *packed))
@@ -78,8 +78,29 @@ def test_autoawq_is_not_needed() -> None:
 def test_triton_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, broken)
     monkeypatch.setattr(linear, "_on_gpu", lambda x: True)
-    monkeypatch.setattr(linear, "_kernel", lambda: SimpleNamespace(matmul=lambda *a: "triton"))
+    monkeypatch.setattr(linear, "_kernel", lambda device: SimpleNamespace(matmul=lambda *a: "triton"))
     assert matmul(torch.randn(3, 128).half(), *quantize(torch.randn(64, 128), 32)) == "triton"
+
+
+@pytest.mark.parametrize(
+    ("fused", "dequantized", "used"),
+    [
+        (matmul_torch, matmul_torch, True),
+        (broken, matmul_torch, False),
+        (matmul_torch, lambda *a: matmul_torch(*a) * 1.1, False),
+    ],
+)
+def test_triton_is_tried_before_it_is_trusted(
+    fused: Any, dequantized: Any, used: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    module = SimpleNamespace(fused=fused, dequantized=dequantized)
+    monkeypatch.setitem(sys.modules, "kvboost_rag.model.awq.kernel", module)  # type: ignore[arg-type]
+    monkeypatch.setattr("kvboost_rag.model.awq.kernel", module, raising=False)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
+    linear._kernel.cache_clear()
+    assert (linear._kernel(CPU) is module) == used
+    assert ("not used on cpu" in caplog.text) != used
+    linear._kernel.cache_clear()
 
 
 INTERPRETED = """

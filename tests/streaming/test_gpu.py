@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import torch
 
 from kvboost_rag import KVBoost, Repair
 from kvboost_rag.errors import UsageError
+from kvboost_rag.model.awq import linear
 from kvboost_rag.model.awq.linear import matmul, matmul_torch
 from kvboost_rag.model.load import load_model
 from tests.awq.rtn import quantize, save_awq
@@ -29,6 +31,8 @@ def close(a: torch.Tensor, b: torch.Tensor, tolerance: float) -> bool:
 @pytest.mark.parametrize("group", [32, 128, -1])
 @pytest.mark.parametrize("rows", [1, 3, 16, 17, 64, 65, 300])
 def test_kernels_equal_the_torch_path(rows: int, group: int, dtype: torch.dtype) -> None:
+    if importlib.util.find_spec("triton") is not None:
+        assert linear._kernel(torch.device("cuda", 0)) is not None, "it is not the torch path that is compared"
     packed = [t.cuda() for t in quantize(torch.randn(1000, 1024), group)]
     x = torch.randn(rows, 1024, device="cuda", dtype=dtype)
     exact = matmul_torch(x.float(), *packed)
