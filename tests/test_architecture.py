@@ -56,6 +56,8 @@ MICRO_BENCHMARKS = {
     "benchmarks/store.py",
     "benchmarks/gpu_check.py",
     "benchmarks/gpu_machine.py",
+    "benchmarks/gpu_models.py",
+    "benchmarks/gpu_parts.py",
 }
 MAX_LINES = 300
 

@@ -362,3 +362,20 @@ def test_plan_of_nothing_new_takes_no_time() -> None:
 def test_plan_of_shards_adds_up() -> None:
     parts = [plan(TEXTS, FakeEncoder(), shard=(i, 3), probe=False) for i in (1, 2, 3)]
     assert sum(part.tokens for part in parts) == plan(TEXTS, FakeEncoder(), probe=False).tokens
+
+
+@pytest.mark.parametrize("packs", [False, True])
+def test_what_one_forward_may_take_bounds_every_batch(packs: bool) -> None:
+    encoder = FakeEncoder()
+    encoder.packs, encoder.max_batch_tokens = packs, 70
+    assert warm(encoder, TEXTS).stored == len(TEXTS)
+    sizes = [sum(lengths) if packs else len(lengths) * max(lengths) for _, lengths in encoder.batches]
+    assert max(sizes) <= 70
+    assert any(len(set(lengths)) > 3 for _, lengths in encoder.batches) == packs, "other lengths share a packed row"
+
+
+def test_packed_batches_are_halved_when_memory_runs_out() -> None:
+    encoder = FakeEncoder()
+    encoder.packs, encoder.slots_limit = True, 120
+    report = warm(encoder, TEXTS, batch_tokens=1000)
+    assert (report.stored, report.failed) == (len(TEXTS), 0)
