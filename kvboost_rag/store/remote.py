@@ -13,9 +13,10 @@ from contextlib import suppress
 
 from kvboost_rag.errors import BlockFormatError, StoreError, UsageError
 from kvboost_rag.kv.block import Block
+from kvboost_rag.kv.choice import parse_compression
 from kvboost_rag.kv.codec import encode_parts
 from kvboost_rag.kv.compress import unpacked
-from kvboost_rag.kv.quantize import check_compression
+from kvboost_rag.kv.frames import require_zstd
 from kvboost_rag.store.anchor_table import Records
 from kvboost_rag.store.anchors import AnchorIndex
 from kvboost_rag.store.base import BlockStore, Miss, Problem, StoreStats
@@ -42,7 +43,7 @@ class RemoteStore(BlockStore):
         medium: the server; this store closes it.
         anchors: the index of known texts to keep in step with the server's; a new one in memory if None.
         keep_text: keep the chunk's text in headers.
-        compression: ``"none"``, ``"int8"`` or ``"int4"`` for what is written from here.
+        compression: for what is written from here (see :data:`~kvboost_rag.kv.choice.CHOICES`).
         ttl_s: blocks older than this are misses.
         write: ``"through"``: ``put`` returns when the block is there; ``"back"``: it is sent in the background, and is
             lost if the process is killed before.
@@ -53,6 +54,7 @@ class RemoteStore(BlockStore):
 
     Raises:
         UsageError: an argument makes no sense.
+        MissingExtraError: a compression whose library is not installed.
     """
 
     def __init__(
@@ -75,7 +77,10 @@ class RemoteStore(BlockStore):
         if min(timeout_s, write_timeout_s, refresh_s, max_block_bytes) <= 0:
             raise UsageError("time-outs, refresh_s and max_block_bytes must be positive")
         self.medium = medium
-        self.keep_text, self.compression = keep_text, check_compression(compression)
+        self.keep_text, self._choice = keep_text, parse_compression(compression)
+        self.compression = self._choice.rounding
+        if self._choice.framed:
+            require_zstd()
         self.ttl_s, self.max_block_bytes = check_ttl(ttl_s), max_block_bytes
         self.link = link or Link(timeout_s)
         self._write_timeout = write_timeout_s
@@ -149,7 +154,7 @@ class RemoteStore(BlockStore):
         """Write a block to the server; False, with one warning, if it did not get there."""
         started, name = time.perf_counter(), str(block_name(block.key))
         try:
-            value = b"".join(encode_parts(block))
+            value = b"".join(encode_parts(block, framed=self._choice.framed))
         except BlockFormatError as error:
             return self._counters.skip("format", str(error))
         limit = min(self.medium.max_value_bytes, self.max_block_bytes)
@@ -211,7 +216,7 @@ class RemoteStore(BlockStore):
     def quick_stats(self) -> StoreStats:
         stats = self._counters.stats(self.medium.kind)
         stats.complete = False
-        stats.known_chunks, stats.compression, stats.ttl_s = len(self.anchors), self.compression, self.ttl_s
+        stats.known_chunks, stats.compression, stats.ttl_s = len(self.anchors), str(self._choice), self.ttl_s
         return stats
 
     def check(self, fix: bool = False) -> list[Problem]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from itertools import islice
 
-from kvboost_rag.errors import BlockFormatError
+from kvboost_rag.errors import BlockFormatError, MissingExtraError
 from kvboost_rag.keys import KEY_PREFIX
 from kvboost_rag.kv.block import Block
 from kvboost_rag.kv.codec import decode_block
@@ -44,6 +44,8 @@ def inspect(key: str | None, value: bytes | memoryview | TooLarge, limit: int) -
         return reason_of(error), str(error), None
     except MemoryError:
         return "unavailable", "out of memory", None
+    except MissingExtraError as error:  # sound: others can read it
+        return "unavailable", str(error), None
     return ("", "", block) if block.key == key else ("mismatch", f"holds {block.key}", None)
 
 
