@@ -38,8 +38,9 @@ def open_store(
             ``"zstd"`` (seven tenths, exact), ``"int8+zstd"``, ``"int4+zstd"`` for folders and servers.
         policy: who goes first when a folder is full: ``"lru"``, ``"lfu"`` or ``"cost"``.
         ttl_s: blocks older than this are misses; 0 for no limit.
-        tenant_bytes: most bytes of the blocks under one salt in a folder (or in ``"memory"``); the memory tier in
-            front of a folder gives each tenant the same share of its own budget. 0 for no quota. A server has none.
+        tenant_bytes: most bytes of the blocks under one salt, in a folder, on a server (every machine that writes
+            there must be given the same), or in ``"memory"``; the memory tier in front of a folder gives each tenant
+            the same share of its own budget, in front of a server the same quota. 0 for no quota.
         local: with a URL: a folder on this machine that keeps what was fetched.
 
     A folder remembers limit, compression, policy, time to live and quota: None leaves them as they are. A server does
@@ -68,6 +69,7 @@ def open_store(
     elif local is not None:
         raise UsageError("local= goes with a URL", hint="give the folder alone")
     tiers: list[BlockStore] = []
+    in_memory = tenant_bytes
     folder = spec if url is None else local
     if folder is not None:
         disk = DiskStore(
@@ -80,12 +82,21 @@ def open_store(
             tenant_bytes=tenant_bytes,
         )
         compression, ttl_s = str(disk.choice), disk.settings.ttl_s
-        tenant_bytes = disk.settings.tenant_share(memory_bytes)
+        in_memory = disk.settings.tenant_share(memory_bytes)
         tiers = [disk]
     if url is not None:
         anchors = tiers[0].anchors if tiers else None
         compression = compression or "none"
-        tiers.append(open_remote(url, anchors=anchors, keep_text=keep_text, compression=compression, ttl_s=ttl_s))
+        tiers.append(
+            open_remote(
+                url,
+                anchors=anchors,
+                keep_text=keep_text,
+                compression=compression,
+                ttl_s=ttl_s,
+                tenant_bytes=tenant_bytes,
+            )
+        )
     if memory_bytes:
-        tiers.insert(0, MemoryStore(memory_bytes, keep_text=keep_text, ttl_s=ttl_s, tenant_bytes=tenant_bytes))
+        tiers.insert(0, MemoryStore(memory_bytes, keep_text=keep_text, ttl_s=ttl_s, tenant_bytes=in_memory))
     return tiers[0] if len(tiers) == 1 else TieredStore(tiers)
