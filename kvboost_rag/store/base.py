@@ -200,6 +200,14 @@ class BlockStore(ABC):
     def unpin(self, keys: Iterable[str]) -> None:  # noqa: B027 - optional hook
         """Let these blocks be evicted again."""
 
+    def tenant_usage(self, salt: str) -> int:
+        """Bytes of the blocks under ``salt``; 0 where that is not known.
+
+        Raises:
+            StoreError: who should know does not answer.
+        """
+        return 0
+
     def close(self) -> None:  # noqa: B027 - optional hook
         """Release handles. Safe to call twice."""
 

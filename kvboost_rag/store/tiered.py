@@ -107,6 +107,10 @@ class TieredStore(BlockStore):
         for tier in self.tiers:
             tier.unpin(keys)
 
+    def tenant_usage(self, salt: str) -> int:
+        """Of the last tier."""
+        return self.tiers[-1].tenant_usage(salt)
+
     def keys(self) -> Iterator[str]:
         return iter({key for tier in self.tiers for key in tier.keys()})  # noqa: SIM118 - a store is not a dict
 
