@@ -29,7 +29,6 @@ from kvboost_rag.kv.container import (
 )
 from kvboost_rag.kv.frames import expand, require_zstd, squeeze
 from kvboost_rag.kv.quantize import Packed
-from kvboost_rag.kv.unpack import roomy
 
 __all__ = [
     "ALIGNMENT",
@@ -164,7 +163,7 @@ def _bytes_of(view: memoryview, layout: Layout, first: int, stop: int) -> torch.
     """The bytes of layers ``[first, stop)``, out of their frames: uint8, one run. A view of a writable buffer where
     there are no frames."""
     if layout.framed:
-        out = roomy((stop - first, layout.layer_bytes), torch.uint8)
+        out = torch.empty(stop - first, layout.layer_bytes, dtype=torch.uint8)
         expand([_stored(view, layout, index) for index in range(first, stop)], layout.item, out.numpy())
         return out.view(-1)
     raw = view[layout.kv_start + first * layout.layer_bytes : layout.kv_start + stop * layout.layer_bytes]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 COMPRESSIONS = ("none", "int8", "int4")
 _BITS = {"int8": 8, "int4": 4}
@@ -35,6 +36,7 @@ class Layout:
     layer_bytes: int
 
 
+@lru_cache(maxsize=256)
 def layout_of(compression: str, heads: int, tokens: int, head_dim: int) -> Layout:
     """How a layer of ``heads × tokens × head_dim`` is laid out under ``"int8"`` or ``"int4"``."""
     bits, shape = _BITS[compression], (heads, tokens, head_dim)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 
 from kvboost_rag.kv.packing import Part, layout_of
-from kvboost_rag.kv.unpack import roomy, unpack
+from kvboost_rag.kv.unpack import unpack
 
 _PACKED_AT_ONCE = 1 << 20
 
@@ -51,7 +51,7 @@ class Packed:
         Raises:
             BlockFormatError: scales that are not finite.
         """
-        out = roomy(self.shape, self.dtype)
+        out = torch.empty(self.shape, dtype=self.dtype)
         unpack(self.data, layout_of(self.compression, self.heads, self.tokens, self.head_dim), out)
         return out
 

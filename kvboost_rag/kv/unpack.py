@@ -1,16 +1,14 @@
 """From the bytes of a compressed block back to keys and values, at the speed of memory.
 
 Three passes (codes to floats, scale, round to what comes back) over pieces that stay in the processor's cache, the last
-one straight into the result. What costs more than these is touching new memory 4 KiB at a time, so large results lie
-in huge pages where the system has them.
+one straight into the result. What costs more than these is memory that was never used before, which the system gives
+out page by page: whoever can should take a block layer by layer.
 """
 
 from __future__ import annotations
 
 import math
-import mmap
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 import torch
@@ -20,21 +18,6 @@ from kvboost_rag.kv.packing import Layout, Part
 from kvboost_rag.kv.workers import pool, workers_for
 
 _PIECE = 1 << 19  # values brought back at once: smaller pieces spend their time between the passes
-_HUGE_FROM = 8 << 20  # bytes
-_HUGE = getattr(mmap, "MADV_HUGEPAGE", None)  # Linux
-
-
-def roomy(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """A new tensor whose contents are anything. Large ones lie in huge pages where there are such: written for the
-    first time, they are there several times sooner."""
-    size = math.prod(shape) * dtype.itemsize
-    if _HUGE is not None and size >= _HUGE_FROM:
-        with suppress(OSError, ValueError):  # no such memory: then plain
-            memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            with suppress(OSError):  # a system without huge pages
-                memory.madvise(_HUGE)
-            return torch.frombuffer(memory, dtype=dtype).view(*shape)
-    return torch.empty(*shape, dtype=dtype)
 
 
 def unpack(data: torch.Tensor, layout: Layout, out: torch.Tensor) -> None:
@@ -62,26 +45,43 @@ def _unpack_layers(data: torch.Tensor, layout: Layout, out: torch.Tensor, first:
     floats = torch.empty(layers * heads * per_head)
     bytes_ = torch.empty(layers * heads * (per_head + 1), dtype=torch.uint8)
     data = data[first:stop]
+    params = _params(data, layout)
     for index, part in enumerate((layout.key, layout.value)):
-        whole = (_runs(data, layout, part), *_params(data, layout, part), out[first:stop, index])
+        whole = (_runs(data, layout, part), *_zeros_and_scales(params, layout, part), out[first:stop, index])
+        for run, zeros, scales, target in _pieces(whole, layers, heads):
+            work = target if target.dtype is torch.float32 else floats[: target.numel()].view(target.shape)
+            work.copy_(_codes(run, layout, bytes_).view(target.shape))
+            _scale(work, zeros, scales, part)
+            if work is not target:
+                target.copy_(work)
+
+
+def _pieces(whole: Sequence[torch.Tensor], layers: int, heads: int) -> Iterator[Sequence[torch.Tensor]]:
+    """``whole``, all ``[layers, heads, …]``, cut alike. Not cut where it fits: cutting costs more than a small layer."""
+    if whole[0].shape[0] > layers:
         for some in zip(*(x.split(layers) for x in whole), strict=True):
-            for run, zeros, scales, target in zip(*(x.split(heads, 1) for x in some), strict=True):
-                work = target if target.dtype is torch.float32 else floats[: target.numel()].view(target.shape)
-                work.copy_(_codes(run, layout, bytes_).view(target.shape))
-                _scale(work, zeros, scales, part)
-                if work is not target:
-                    target.copy_(work)
+            yield from _pieces(some, layers, heads)
+    elif whole[0].shape[1] > heads:
+        yield from zip(*(x.split(heads, 1) for x in whole), strict=True)
+    else:
+        yield whole
 
 
-def _params(data: torch.Tensor, layout: Layout, part: Part) -> tuple[torch.Tensor, torch.Tensor]:
-    """Zeros and scales: float32, ``[layers, heads, tokens, head_dim]`` with the groups in place of the grouped axis."""
+def _params(data: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """Zeros and scales of K and V as they lie, float32 ``[layers, …]``."""
+    params = data[:, : layout.key.codes_at].contiguous().view(torch.float16).float()
+    if not math.isfinite(params.sum().item()):  # float16 cannot add up to infinity here
+        raise BlockFormatError("scales that are not finite")
+    return params
+
+
+def _zeros_and_scales(params: torch.Tensor, layout: Layout, part: Part) -> tuple[torch.Tensor, torch.Tensor]:
+    """Those of K or V: ``[layers, heads, tokens, head_dim]`` with the groups in place of the grouped axis."""
     shape = [layout.heads, layout.tokens, layout.head_dim]
     shape[part.axis] = part.groups
-    raw = data[:, part.params_at : part.params_at + 4 * math.prod(shape)].contiguous()
-    params = raw.view(torch.float16).float().view(-1, 2, *shape)
-    if not torch.isfinite(params).all():
-        raise BlockFormatError("scales that are not finite")
-    return params[:, 0], params[:, 1]
+    size, start = math.prod(shape), part.params_at // 2
+    zeros = params[:, start : start + size].view(-1, *shape)
+    return zeros, params[:, start + size : start + 2 * size].view(-1, *shape)
 
 
 def _runs(data: torch.Tensor, layout: Layout, part: Part) -> torch.Tensor:
@@ -105,6 +105,9 @@ def _codes(run: torch.Tensor, layout: Layout, scratch: torch.Tensor) -> torch.Te
 def _scale(values: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor, part: Part) -> None:
     """``values = zero + scale · values``, in place; all ``[layers, heads, …]``."""
     axis = part.axis + 1
+    if part.groups == 1:
+        _affine(values, zeros, scales, part)
+        return
     whole = values.shape[axis] // part.group
     if whole:
         piece = values.narrow(axis, 0, whole * part.group).unflatten(axis, (whole, part.group))

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvboost_rag.errors import BlockFormatError, UnknownOptionError
-from kvboost_rag.kv import unpack
 from kvboost_rag.kv.block import Block
 from kvboost_rag.kv.codec import decode_block, encode_block, read_header
 from kvboost_rag.kv.compress import compress
@@ -58,17 +57,6 @@ def test_several_threads_unpack_the_same(kind: str, monkeypatch: pytest.MonkeyPa
     alone = packed.unpack()
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     assert torch.equal(packed.unpack(), alone)
-
-
-def test_memory_in_huge_pages_is_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    packed = pack(like_kv((2, 2, 3, 40, 32)).bfloat16(), "int8")
-    assert packed is not None
-    plain = packed.unpack()
-    monkeypatch.setattr(unpack, "_HUGE_FROM", 0)
-    huge = packed.unpack()
-    assert torch.equal(huge, plain)
-    huge[0, 0, 0] = 0  # its own
-    assert torch.equal(packed.unpack(), plain)
 
 
 def test_int8_halves_bfloat16_and_int4_is_a_third() -> None:
