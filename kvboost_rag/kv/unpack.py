@@ -57,7 +57,7 @@ def _unpack_layers(data: torch.Tensor, layout: Layout, out: torch.Tensor, first:
 
 
 def _pieces(whole: Sequence[torch.Tensor], layers: int, heads: int) -> Iterator[Sequence[torch.Tensor]]:
-    """``whole``, all ``[layers, heads, …]``, cut alike. Not cut where it fits: cutting costs more than a small layer."""
+    """``whole``, all ``[layers, heads, …]``, cut alike; not where it fits: cutting costs more than a small layer."""
     if whole[0].shape[0] > layers:
         for some in zip(*(x.split(layers) for x in whole), strict=True):
             yield from _pieces(some, layers, heads)
