@@ -219,18 +219,20 @@ class KVBoost(Answers):
         progress: bool | Callable[[WarmProgress], None] = False,
         shard: tuple[int, int] | None = None,
         batch_tokens: int = 2048,
+        tags: Sequence[str] = (),
     ) -> WarmReport:
         """Compute and store the blocks of ``texts`` that the store lacks; can be interrupted and run again.
 
         ``head`` also computes each chunk after your own head (system prompt, messages, or rendered text): exact for
         the first chunk straight after that head. ``shard=(i, n)`` takes the i-th of n disjoint shares.
+        New blocks carry ``tags``, their document's name and their chunk's id: ``store.delete_tagged`` goes by them.
         """
         self.adapter.require_reuse()
         if isinstance(texts, str) or not isinstance(texts, Iterable):
             raise UsageError(f"warm takes several texts, got {type(texts).__name__}", hint="pass [text]")
         encoder = self.encoder(head)
         with self.engine.busy():
-            return warm(encoder, texts, progress=progress, shard=shard, batch_tokens=batch_tokens)
+            return warm(encoder, texts, progress=progress, shard=shard, batch_tokens=batch_tokens, tags=tags)
 
     def plan_warm(self, texts: Iterable[str | SourceChunk], *, head: Head | None = None) -> WarmPlan:
         """What :meth:`warm` would do: chunks, tokens, bytes and an estimate of the time. Stores nothing."""

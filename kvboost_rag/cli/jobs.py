@@ -35,7 +35,9 @@ def child_arguments(ctx: click.Context, leave_out: Collection[str]) -> list[str]
         value = ctx.params.get(param.name or "")
         if not isinstance(param, click.Option) or param.name in leave_out or value is None:
             continue
-        if param.is_flag:
+        if param.multiple:
+            words += [word for one in value for word in (param.opts[0], str(one))]
+        elif param.is_flag:
             words += [param.opts[0]] if value else param.secondary_opts[:1]
         else:
             words += [param.opts[0], str(value)]

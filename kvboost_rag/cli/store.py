@@ -161,7 +161,14 @@ def _prune(store: Any, max_bytes: int | None, older_than_s: float | None) -> int
 
 @command.command()
 @common.store_option
-@click.option("--tag", "tags", metavar="TAG", multiple=True, required=True, help="A document's id or another tag.")
+@click.option(
+    "--tag",
+    "tags",
+    metavar="TAG",
+    multiple=True,
+    required=True,
+    help="A document's name, as warmup was given it; a chunk's id; or a tag of warmup --tag.",
+)
 @common.json_option
 def delete(store: str, tags: tuple[str, ...], as_json: bool) -> None:
     """Drop every block that carries a tag, and what was set aside as damaged."""

@@ -41,6 +41,7 @@ def parse_shard(text: str) -> Shard:
 @common.engine_options
 @click.option("--keep-text", is_flag=True, help="Keep the chunks' text in the store.")
 @click.option("--head", metavar="TEXT|@FILE", help="System prompt: also store blocks that are exact right after it.")
+@click.option("--tag", "tags", multiple=True, metavar="TAG", help="Put onto every new block, for store delete --tag.")
 @common.corpus_options
 @click.option("--skip-unknown", is_flag=True, help="Files of other kinds are no problem, only counted.")
 @click.option("--batch-tokens", type=click.IntRange(min=1), default=2048, show_default=True, help="Tokens per forward.")
@@ -131,6 +132,7 @@ def _warm(options: common.EngineOptions, corpus: Corpus, head: str | None, param
             progress=params["progress"],
             shard=params["shard"],
             should_stop=_orphaned,
+            tags=params["tags"],
         )
 
 
