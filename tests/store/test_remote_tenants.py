@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 
 from kvboost_rag.kv.block import Block
 from kvboost_rag.kv.codec import encode_block
-from kvboost_rag.store import BlockStore, Miss, RemoteStore, TieredStore, open_store
+from kvboost_rag.store import BlockStore, DiskStore, Miss, RemoteStore, TieredStore, open_store
 from kvboost_rag.store.disk_files import block_name
 from kvboost_rag.store.remote_quota import MarkLedger, tenant_of
 from tests.store.blocks import make_block, same
@@ -234,6 +235,61 @@ def test_a_writer_that_died_between_the_books_and_the_value_costs_nothing(cluste
         for block in A[1:4]:
             store.put(block)
         assert held(store, A) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("quota", [0, 3])
+def test_a_server_whose_memory_is_full_is_a_skipped_write(
+    quota: int, redis_server: RedisServer, redis_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    import redis
+
+    with open_url(redis_url, quota) as store, redis.Redis.from_url(redis_server.url) as client:
+        assert store.put(A[0])
+        client.config_set("maxmemory", 1)
+        try:
+            assert not store.put(A[1])
+            assert not store.put(A[2])
+        finally:
+            client.config_set("maxmemory", 0)
+        assert store.stats().skipped_writes == 2
+        assert held(store, A) == [0]
+        assert len([r for r in caplog.records if "not stored" in r.message]) == 1
+
+
+# -- who asks learns nothing of the others -----------------------------------------------------------------------------
+
+
+def test_a_look_up_takes_the_same_steps_whether_another_tenant_has_the_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine, theirs = (make_block(1, salt=salt) for salt in ("me", "them"))
+    steps: list[str] = []
+    for name in ("stat", "lstat", "open"):
+        real = getattr(os, name)
+
+        def noted(path: Any, *args: Any, name: str = name, real: Any = real, **more: Any) -> Any:
+            steps.append(f"{name} {str(path).replace(str(tmp_path / where), '')}")
+            return real(path, *args, **more)
+
+        monkeypatch.setattr(os, name, noted)
+    seen = []
+    for where in ("alone", "beside"):
+        with DiskStore(tmp_path / where, tenant_bytes=1 << 20) as store:
+            if where == "beside":
+                store.put(theirs)
+            steps.clear()
+            assert store.get(mine.key) == Miss("absent")
+            seen.append(list(steps))
+    assert seen[0] == seen[1] != []
+    seen = []
+    for shelf in (Shelf(), Shelf()):
+        with RemoteStore(shelf, tenant_bytes=1 << 20) as store:
+            if seen:
+                store.put(theirs)
+            shelf.calls.clear()
+            assert store.get(mine.key) == Miss("absent")
+            seen.append(list(shelf.calls))
+    assert seen == [["read"], ["read"]]
 
 
 # -- values alone ------------------------------------------------------------------------------------------------------
