@@ -118,6 +118,7 @@ class EngineOptions:
         """Build from click's parameters, which are removed from ``params``; reads the files of filler and salt."""
         store = params.pop("store")
         opening = {"policy": params.pop("policy"), "ttl_s": params.pop("ttl"), "local": params.pop("local")}
+        opening["write"] = "back" if params.pop("write_back") else None
         filler = params.pop("filler", None)
         return cls(
             model=params.pop("model"),
@@ -252,6 +253,7 @@ engine_options = options(
         callback=parsed(parse_size),
         help="Most bytes of blocks held in memory; 0 for none.  [default: 2GiB]",
     ),
+    click.option("--write-back", is_flag=True, help="Write to folder and server in the background."),
     click.option("--local", metavar="DIR", help="With a URL: a folder here that keeps what was fetched."),
     compression_option,
     policy_option,

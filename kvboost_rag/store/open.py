@@ -9,6 +9,7 @@ from kvboost_rag.store.base import BlockStore
 from kvboost_rag.store.disk import DiskStore
 from kvboost_rag.store.memory import DEFAULT_MEMORY_BYTES, MemoryStore
 from kvboost_rag.store.null import NullStore
+from kvboost_rag.store.policy import check_write
 from kvboost_rag.store.remote_url import open_remote, parse_url, scheme_of
 from kvboost_rag.store.tiered import TieredStore
 
@@ -24,6 +25,7 @@ def open_store(
     ttl_s: float | None = None,
     tenant_bytes: int | None = None,
     local: str | Path | None = None,
+    write: str = "through",
 ) -> BlockStore:
     """The store that ``spec`` names.
 
@@ -42,6 +44,8 @@ def open_store(
             there must be given the same), or in ``"memory"``; the memory tier in front of a folder gives each tenant
             the same share of its own budget, in front of a server the same quota. 0 for no quota.
         local: with a URL: a folder on this machine that keeps what was fetched.
+        write: ``"back"``: what is put is in memory at once, and in folder and server a little later; a killed process
+            loses what waits. (The same option in a server's URL is for the server alone.)
 
     A folder remembers limit, compression, policy, time to live and quota: None leaves them as they are. A server does
     not.
@@ -55,6 +59,7 @@ def open_store(
         return spec
     if spec is None:
         return NullStore()
+    check_write(write)
     if not isinstance(spec, str | Path) or not str(spec):
         raise UsageError(f"store={spec!r} names no store", hint='give a folder, a URL, "memory" or None')
     memory_bytes = DEFAULT_MEMORY_BYTES if memory_bytes is None else memory_bytes
@@ -99,4 +104,4 @@ def open_store(
         )
     if memory_bytes:
         tiers.insert(0, MemoryStore(memory_bytes, keep_text=keep_text, ttl_s=ttl_s, tenant_bytes=in_memory))
-    return tiers[0] if len(tiers) == 1 else TieredStore(tiers)
+    return tiers[0] if len(tiers) == 1 else TieredStore(tiers, write=write)

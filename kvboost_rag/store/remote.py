@@ -21,7 +21,7 @@ from kvboost_rag.store.anchors import AnchorIndex
 from kvboost_rag.store.base import BlockStore, Miss, Problem, StoreStats
 from kvboost_rag.store.counters import Counters, admit
 from kvboost_rag.store.disk_files import block_name, block_of_name
-from kvboost_rag.store.policy import check_quota, check_ttl
+from kvboost_rag.store.policy import check_quota, check_ttl, check_write
 from kvboost_rag.store.remote_absent import Absences
 from kvboost_rag.store.remote_anchors import AnchorSync
 from kvboost_rag.store.remote_check import check_blocks, drop_all, measure
@@ -74,8 +74,7 @@ class RemoteStore(BlockStore):
         refresh_s: float = REFRESH_S,
         link: Link | None = None,
     ) -> None:
-        if write not in ("through", "back"):
-            raise UsageError(f"write={write!r}", hint='"through" or "back"')
+        check_write(write)
         if min(timeout_s, write_timeout_s, refresh_s, max_block_bytes) <= 0:
             raise UsageError("time-outs, refresh_s and max_block_bytes must be positive")
         self.medium = medium

@@ -17,7 +17,7 @@ from tests.cli.conftest import FakeEngine, run
 from tests.store.blocks import make_block
 
 SECRET = "s3cr3t-of-the-tenant"
-STORE_WORDS = "--tenant-bytes 1GiB --compression int8+zstd --memory-limit 0 --policy lfu --ttl 30d".split()
+STORE_WORDS = "--tenant-bytes 1GiB --compression int8+zstd --memory-limit 0 --policy lfu --ttl 30d --write-back".split()
 ASK = ["ask", "How?"]
 
 
@@ -46,7 +46,7 @@ def test_options_reach_the_engine(command: list[str], docs: Path, engine: FakeEn
     kwargs = engine.options.kwargs()
     given = {name: kwargs[name] for name in ("salt", "tenant_bytes", "compression", "memory_bytes")}
     assert given == {"salt": SECRET, "tenant_bytes": 1 << 30, "compression": "int8+zstd", "memory_bytes": 0}
-    assert engine.options.opening == {"policy": "lfu", "ttl_s": 30 * 86400}
+    assert engine.options.opening == {"policy": "lfu", "ttl_s": 30 * 86400, "write": "back"}
     assert SECRET not in result.output
     assert SECRET not in repr(engine.options)
 
