@@ -60,6 +60,16 @@ def scale(result: dict[str, Any]) -> str:
     return _block(lines)
 
 
+def known(result: dict[str, Any]) -> str:
+    """One sentence on what known texts take, from ``benchmarks/match.py``."""
+    many = result["rows"][-1]
+    return (
+        f"Every known text takes {many['file_bytes_per_chunk']:.0f} bytes in `anchors.bin` and "
+        f"{many['resident_bytes_per_chunk']:.0f} bytes of memory (among {many['known_chunks']:,}; "
+        f"`benchmarks/match.py`).\n"
+    )
+
+
 def fidelity(result: dict[str, Any]) -> str:
     """What rounded blocks cost in answers, together with reuse and repair."""
     head = ["blocks, repair", "KL over the greedy answer", "KL over the gold answer", "same top token (greedy, gold)"]

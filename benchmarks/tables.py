@@ -5,7 +5,8 @@
 
 A document says ``<!-- begin NAME -->`` … ``<!-- end NAME -->``. ``NAME`` is a result file's stem (the whole table of that
 run), ``overview`` (one line per run, our three points), ``short`` (the README block), ``ttft`` (time to first token), ``match``,
-or one of those of ``store_table.py``: ``store-sizes``, ``store-lossless``, ``store-speed``, ``store-scale``, ``compression``.
+or one of those of ``store_table.py``: ``store-sizes``, ``store-lossless``, ``store-speed``, ``store-scale``,
+``store-known``, ``compression``.
 """
 
 from __future__ import annotations
@@ -138,6 +139,7 @@ def rendered(document: str, results: Path = RESULTS) -> str:
         "store-lossless": lambda: store_table.lossless(load("store", results)),
         "store-speed": lambda: store_table.speed(load("store", results)),
         "store-scale": lambda: store_table.scale(load("store", results)),
+        "store-known": lambda: store_table.known(load("match", results)),
         "compression": lambda: store_table.fidelity(load("compression_squad", results)),
     }
 
