@@ -222,6 +222,7 @@ class KVBoost(Answers):
         shard: tuple[int, int] | None = None,
         batch_tokens: int = 2048,
         packs: bool | None = None,
+        tags: Sequence[str] = (),
     ) -> WarmReport:
         """Compute and store the blocks of ``texts`` that the store lacks; can be interrupted and run again.
 
@@ -229,13 +230,14 @@ class KVBoost(Answers):
         the first chunk straight after that head. ``shard=(i, n)`` takes the i-th of n disjoint shares. A forward takes
         ``batch_tokens`` token slots; with ``packs`` its chunks lie one behind the other in one row, without padding,
         and none sees another (None: on CUDA, where a flash kernel knows where each ends).
+        New blocks carry ``tags``, their document's name and their chunk's id: ``store.delete_tagged`` goes by them.
         """
         self.adapter.require_reuse()
         if isinstance(texts, str) or not isinstance(texts, Iterable):
             raise UsageError(f"warm takes several texts, got {type(texts).__name__}", hint="pass [text]")
         encoder = self.encoder(head, packs)
         with self.engine.busy():
-            return warm(encoder, texts, progress=progress, shard=shard, batch_tokens=batch_tokens)
+            return warm(encoder, texts, progress=progress, shard=shard, batch_tokens=batch_tokens, tags=tags)
 
     def plan_warm(self, texts: Iterable[str | SourceChunk], *, head: Head | None = None) -> WarmPlan:
         """What :meth:`warm` would do: chunks, tokens, bytes and an estimate of the time. Stores nothing."""

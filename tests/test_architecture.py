@@ -54,6 +54,7 @@ NEVER_REQUIRED = {"peft", "gptqmodel", "autoawq_kernels", "awq_ext", "triton", "
 MICRO_BENCHMARKS = {
     "benchmarks/match.py",
     "benchmarks/store.py",
+    "benchmarks/store_real.py",
     "benchmarks/gpu_check.py",
     "benchmarks/gpu_machine.py",
     "benchmarks/gpu_models.py",

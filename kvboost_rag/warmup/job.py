@@ -9,13 +9,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING
 
 from kvboost_rag.errors import CapacityError, UsageError
 from kvboost_rag.warmup.batch import group, slots
 from kvboost_rag.warmup.encoder import CANONICAL, Encoder
-from kvboost_rag.warmup.ingest import Corpus
+from kvboost_rag.warmup.ingest import STDIN, Corpus
 from kvboost_rag.warmup.intake import Intake, Item
 from kvboost_rag.warmup.meter import Meter
 from kvboost_rag.warmup.progress import Callback, showing
@@ -53,7 +54,8 @@ def warm(
     Chunks go into one forward of at most ``batch_tokens`` token slots, packed or with others of like length (see the
     encoder); a longer chunk goes alone.
     ``shard=(i, n)`` takes the i-th of n disjoint shares, cut by the hash of the text. ``should_stop`` is asked between
-    batches. ``tags`` are put onto every block.
+    batches. ``tags`` are put onto every block, beside its document's name and its chunk's id: the store's
+    ``delete_tagged`` drops blocks by any of them. (A text in several documents has one block, with the first one's.)
 
     An unusable chunk becomes an entry of the report's ``problems``. A forward that fails is tried again on halves.
     Ctrl-C (KeyboardInterrupt) and ``should_stop`` end the job with ``interrupted=True``, whatever is stored stays.
@@ -168,7 +170,8 @@ class _Job:
         return None
 
     def _store(self, batch: list[Item], blocks: Sequence[Block], context: str) -> None:
-        written = [item for item, block in zip(batch, blocks, strict=True) if self._put(item, block, context)]
+        pairs = zip(batch, blocks, strict=True)
+        written = [item for item, block in pairs if self._put(item, _tagged(block, item.chunk), context)]
         if context == CANONICAL:
             self.encoder.register([(item.text, item.key) for item in written])
         self.meter.done(len(batch))
@@ -203,6 +206,12 @@ class _Job:
         if self.failures_in_row >= MAX_FAILURES_IN_ROW:
             reason = f"stopped after {self.failures_in_row} failures in a row, the last: {last}"
             raise _Stop(InputProblem("warm-up", None, reason))
+
+
+def _tagged(block: Block, chunk: SourceChunk) -> Block:
+    """``block`` with its document's name and its chunk's id among its tags, so that it can be deleted by them."""
+    tags = dict.fromkeys((*block.header.tags, *(tag for tag in (chunk.source, chunk.id) if tag not in ("", STDIN))))
+    return replace(block, header=replace(block.header, tags=tuple(tags)))
 
 
 def _is_out_of_memory(exc: Exception) -> bool:

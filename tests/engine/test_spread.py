@@ -66,7 +66,8 @@ def test_picked_tokens_count_for_less_than_sampled_ones() -> None:
     own, around = regress(torch.zeros(1, 100, 4), nowhere(100), residual, lesson.weights)
     assert (nowhere(1) @ around).mean() > 0.3
     even = Lesson.of([(0, 200)], range(EDGE, EDGE + 100), frozenset())
-    assert even is not None and bool((even.weights == 1).all()), "without a sample all count the same"
+    assert even is not None
+    assert (even.weights == 1).all(), "without a sample all count the same"
 
 
 def test_few_and_odd_probes_do_not_explode() -> None:

@@ -246,6 +246,20 @@ def test_tags_are_on_every_block() -> None:
     assert block.header.tags == ("handbook",)  # type: ignore[union-attr]
 
 
+def test_a_document_s_blocks_can_be_deleted_by_its_name(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "alpha one", "id": "a-1"}\n{"text": "alpha two", "id": "a-2"}\n')
+    (tmp_path / "b.jsonl").write_text('{"text": "beta one"}\n{"text": "alpha two", "id": "elsewhere"}\n')
+    encoder = FakeEncoder()
+    warm(encoder, Corpus([tmp_path / "a.jsonl", tmp_path / "b.jsonl"]), tags=("both",))
+    store = encoder.store
+    tags = sorted(store.get(key).header.tags for key in store.keys())  # type: ignore[union-attr]
+    a, b = str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")
+    assert tags == [("both", a, "a-1"), ("both", a, "a-2"), ("both", b)]
+    assert store.delete_tagged("a-1") == 1
+    assert store.delete_tagged(a) == 1
+    assert store.delete_tagged("both") == 1
+
+
 def test_merged_counts_add_up_and_shared_problems_are_told_once() -> None:
     shared = InputProblem("a.pdf", None, "unreadable")
     own = InputProblem("b.txt", 3, "too long")
