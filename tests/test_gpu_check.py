@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -113,3 +114,38 @@ def test_one_failing_figure_fails_the_part_alone(scripts: Any, tmp_path: Path) -
     assert found["second"] == {"seconds": 2.0}
     assert scripts.check.has_error(found)
     assert not scripts.check.has_error(found["second"])
+
+
+# --- the tests for a device, on the stand-in ------------------------------------------------------------------------
+
+INSTEAD = {
+    '"cuda"': '"cpu"', ".cuda()": "", "pytestmark = pytest.mark.gpu": "", "torch.cuda.synchronize()": "pass",
+    'find_spec("triton")': 'find_spec("no_such_module")', "engine.encoder()": "engine.encoder(packs=True)",
+    "engine.warm(DOCS)": "engine.warm(DOCS, packs=True)",
+}  # fmt: skip
+STAND_IN = """
+
+@pytest.fixture(autouse=True)
+def _stand_in(monkeypatch):
+    from kvboost_rag.model.streaming import load
+    from kvboost_rag.model.streaming.virtual import VirtualBackend
+
+    monkeypatch.setattr(load, "choose_backend", lambda device, backend: backend or VirtualBackend(order="random"))
+"""
+
+
+@pytest.mark.slow
+def test_what_the_tests_for_a_device_ask_can_be_answered(scripts: Any, tmp_path: Path) -> None:
+    """A budget that planning refuses, or a count that cannot be, would be found on the one day that there is a GPU."""
+    for i, file in enumerate(scripts.parts.gpu_tests()):
+        text = (ROOT / file).read_text(encoding="utf-8")
+        for old, new in INSTEAD.items():
+            text = text.replace(old, new)
+        (tmp_path / f"test_stand_in_{i}.py").write_text(text + STAND_IN, encoding="utf-8")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", str(ROOT / "pyproject.toml")]
+    run = subprocess.run(
+        [*command, "--rootdir", str(ROOT), "-k", "not long_decode", str(tmp_path)],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stdout[-3000:]
+    assert "passed" in run.stdout.splitlines()[-1]

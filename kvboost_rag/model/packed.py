@@ -12,6 +12,7 @@ import itertools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -105,7 +106,7 @@ def varlen_attention(
     ``scale``, 2.12 asks for ``enable_gqa`` where heads differ (the kernel below always could)."""
     from torch.nn.attention.varlen import varlen_attn
 
-    known = inspect.signature(varlen_attn).parameters
+    known = _options(varlen_attn)
     if "scale" in known:
         options["scale"] = scaling
     elif abs(scaling * query.shape[-1] ** 0.5 - 1) > 1e-6:
@@ -115,6 +116,11 @@ def varlen_attention(
     if causal:
         options |= {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
     return varlen_attn(query, key, value, row_ends, key_ends, *longest, **options)
+
+
+@lru_cache
+def _options(function: Callable[..., Any]) -> frozenset[str]:
+    return frozenset(inspect.signature(function).parameters)
 
 
 def _folded(run: Callable[..., tuple[Any, Any]]) -> Run:

@@ -110,3 +110,22 @@ def test_a_32b_model_under_8_gib() -> None:
     plan = make_plan(find_weights("qwen2.5-32b-awq"), Budget(vram=8 << 30))
     assert plan.mlp_rows == 1054
     assert plan.forward_rows == 2136
+
+
+@pytest.mark.parametrize("packs", [False, True])
+def test_a_warm_up_stays_inside_the_planned_rows(packs: bool, tmp_path: Path) -> None:
+    """Chunks of ten tokens: several fit, not all of them; a chunk that is longer than that goes alone."""
+    save_tiny(tmp_path)
+    engine = streamed_engine(tmp_path, bounded(tmp_path, 30))
+    limit = engine.model.kvboost_plan.forward_rows
+    texts = [*(f"{i} the river and the city" for i in range(20)), DOCS[0] * 3]
+    lengths = [len(engine.encoder().tokenize(text)) for text in texts]
+    assert sum(lengths) > limit > 2 * max(lengths[:-1])
+    assert lengths[-1] > limit
+    engine.encoder()._context_kv("canonical")  # another forward, of its own bound
+    with spy(engine) as rows:
+        report = engine.warm(texts, packs=packs)
+    assert (report.stored, report.failed) == (len(texts), 0)
+    chunks = [n for n in rows.calls if n != lengths[-1]]
+    assert max(chunks) <= limit
+    assert len(chunks) < len(texts), "several share a forward"
