@@ -53,8 +53,9 @@ format: setup  ## let ruff fix what it can
 bench: setup  ## time to first token against plain prefill
 	$(PY) benchmarks/ttft.py $(ARGS)
 
-gpu-check: setup  ## all that needs a CUDA device: tests, streaming, time to first token; one json
-	PYTHONPATH=. $(PY) benchmarks/gpu_check.py $(ARGS)
+# Not after setup, which needs a network: torch, transformers and pytest of the machine's own python will do.
+gpu-check:  ## all that needs a CUDA device: tests, streaming, time to first token; one json
+	PYTHONPATH=. $(if $(wildcard $(PY)),$(PY),python3) benchmarks/gpu_check.py $(ARGS)
 
 stress: setup  ## the slow tests alone: kills, full disks, many processes
 	$(PY) -m pytest -q -m slow $(ARGS)
