@@ -1,7 +1,11 @@
-"""What ``gpu_check.py`` measures on: the device with its shapes, and checkpoints of random weights that need no file."""
+"""What ``gpu_check.py`` measures on and writes to: the device with its shapes and clock, notes that are on disk as soon as
+they are taken, and checkpoints of random weights that need no file."""
 
 from __future__ import annotations
 
+import json
+import os
+import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -22,13 +26,38 @@ TOY = {
 }  # fmt: skip
 
 
+class Notes:
+    """What a part found; written anew at each note, so that a part that is killed has told what it knew."""
+
+    def __init__(self, file: Path | None = None) -> None:
+        self.file = file
+        self.values: dict[str, Any] = {}
+
+    def add(self, **values: Any) -> None:
+        self.values.update(values)
+        if self.file is not None:
+            fresh = self.file.with_suffix(".new")
+            fresh.write_text(json.dumps(self.values, default=str))
+            os.replace(fresh, self.file)
+
+    def try_to(self, name: str, call: Callable[[], Any]) -> Any:
+        """Note what ``call`` returns, or its error: one figure that fails must not cost the others."""
+        try:
+            found = call()
+        except Exception as e:
+            found = {"error": f"{type(e).__name__}: {str(e)[:500]}"}
+        self.add(**{name: found})
+        return found
+
+
 class Machine:
-    """The device under test: CUDA, or the stand-in with toy shapes."""
+    """The device under test: CUDA, or the CPU with toy shapes."""
 
     def __init__(self, smoke: bool) -> None:
         self.smoke = smoke
         self.device = torch.device("cpu" if smoke else "cuda")
         self.dtype = torch.float32 if smoke else torch.float16
+        self._flush: torch.Tensor | None = None
 
     def config(self, shape: str, awq: bool = False) -> Qwen2Config:
         values = dict(TOY if self.smoke else SHAPES[shape])
@@ -42,17 +71,35 @@ class Machine:
         if not self.smoke:
             torch.cuda.synchronize()
 
-    def seconds(self, call: Callable[[], Any], repeat: int = 5) -> float:
-        """Median time of a call, with the device idle before and after."""
+    def seconds(self, call: Callable[[], Any], repeat: int = 10) -> float:
+        """Median time of a call on the device, its caches cold; by events, so that the way there does not count."""
         call()
-        times = []
-        for _ in range(repeat):
-            self.sync()
+        if self.smoke:
             started = time.perf_counter()
             call()
-            self.sync()
-            times.append(time.perf_counter() - started)
-        return sorted(times)[repeat // 2]
+            return time.perf_counter() - started
+        if self._flush is None:
+            self._flush = torch.empty(256 << 20, dtype=torch.uint8, device=self.device)
+        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeat)]
+        for start, end in events:
+            self._flush.zero_()  # the GPU is busy while the call is enqueued
+            start.record()
+            call()
+            end.record()
+        self.sync()
+        return statistics.median(start.elapsed_time(end) for start, end in events) / 1e3
+
+    def peak(self, call: Callable[[], Any]) -> int | None:
+        """Bytes that a call takes on the device at its peak, beyond what was there."""
+        if self.smoke:
+            call()
+            return None
+        self.sync()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        call()
+        self.sync()
+        return int(torch.cuda.max_memory_allocated() - before)
 
 
 class RandomFiles(CheckpointFiles):
@@ -97,9 +144,6 @@ class RandomFiles(CheckpointFiles):
             noise = torch.randn(1 << 20, dtype=torch.float32).mul_(0.02).to(flat.dtype)
             for a in range(0, flat.numel(), noise.numel()):
                 flat[a : a + noise.numel()].copy_(noise[: flat.numel() - a])
-
-
-# --- parts --------------------------------------------------------------------------------------------------
 
 
 class TokenClock:

@@ -1,10 +1,12 @@
-"""The tables of docs/fidelity.md and README.md, made from the committed result files: no figure is typed by hand.
+"""The tables of docs/fidelity.md, docs/store.md and README.md, made from the committed result files: no figure is typed by hand.
 
     python benchmarks/tables.py            # rewrite what stands between markers, print the README block
     python benchmarks/tables.py --check    # change nothing; exit 1 where a document is out of date
 
 A document says ``<!-- begin NAME -->`` … ``<!-- end NAME -->``. ``NAME`` is a result file's stem (the whole table of that
-run), ``overview`` (one line per run, our three points), ``short`` (the README block) ``ttft`` (time to first token) or ``match``.
+run), ``overview`` (one line per run, our three points), ``short`` (the README block), ``ttft`` (time to first token), ``match``,
+or one of those of ``store_table.py``: ``store-sizes``, ``store-lossless``, ``store-speed``, ``store-scale``,
+``store-known``, ``compression``.
 """
 
 from __future__ import annotations
@@ -16,12 +18,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import store_table
 from fidelity_policies import BY_NAME
 from ttft_table import ttft
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).parent / "results"
-DOCUMENTS = (ROOT / "docs" / "fidelity.md", ROOT / "README.md")
+DOCUMENTS = (ROOT / "docs" / "fidelity.md", ROOT / "docs" / "store.md", ROOT / "README.md")
 POINTS = ("fast", "balanced", "faithful")
 SHORT = (
     ("fidelity-squad-held", "SQuAD, 8 paragraphs"),
@@ -43,9 +46,14 @@ def load(stem: str, results: Path = RESULTS) -> dict[str, Any]:
     """A committed result file. Raises ``SystemExit`` where there is none."""
     path = results / f"{stem}.json"
     if not path.is_file():
-        raise SystemExit(f"no result file {path.name}; make it with benchmarks/fidelity.py --out {stem}")
+        raise SystemExit(f"no result file {path.name}; the script that makes it: benchmarks/{_script(stem)}")
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return found
+
+
+def _script(stem: str) -> str:
+    own = {"ttft": "ttft.py", "match": "match.py", "store": "store.py", "compression_squad": "compression.py"}
+    return own.get(stem, f"fidelity.py --out {stem}")
 
 
 def kl_with_interval(row: dict[str, Any], over: str) -> str:
@@ -129,6 +137,12 @@ def rendered(document: str, results: Path = RESULTS) -> str:
         "short": lambda: short(results),
         "ttft": lambda: ttft(load("ttft", results)),
         "match": lambda: match_times(load("match", results)),
+        "store-sizes": lambda: store_table.sizes(load("store", results)),
+        "store-lossless": lambda: store_table.lossless(load("store", results)),
+        "store-speed": lambda: store_table.speed(load("store", results)),
+        "store-scale": lambda: store_table.scale(load("store", results)),
+        "store-known": lambda: store_table.known(load("match", results)),
+        "compression": lambda: store_table.fidelity(load("compression_squad", results)),
     }
 
     def block(match: re.Match[str]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -199,8 +200,8 @@ class KVBoost(Answers):
 
     # -- warm-up -----------------------------------------------------------------------------------------------------
 
-    def encoder(self, head: Head | None = None) -> ChunkEncoder:
-        """What a warm-up job computes with; ``head`` adds own-head blocks (see :meth:`warm`)."""
+    def encoder(self, head: Head | None = None, packs: bool | None = None) -> ChunkEncoder:
+        """What a warm-up job computes with; ``head`` and ``packs`` as in :meth:`warm`."""
         return ChunkEncoder(
             self.adapter,
             self.tokens,
@@ -209,6 +210,7 @@ class KVBoost(Answers):
             head=head_context(self.tokens, head) if head is not None else None,
             salt=self._salt,
             keep_text=self._keep_text,
+            packs=packs,
         )
 
     def warm(
@@ -219,18 +221,23 @@ class KVBoost(Answers):
         progress: bool | Callable[[WarmProgress], None] = False,
         shard: tuple[int, int] | None = None,
         batch_tokens: int = 2048,
+        packs: bool | None = None,
+        tags: Sequence[str] = (),
     ) -> WarmReport:
         """Compute and store the blocks of ``texts`` that the store lacks; can be interrupted and run again.
 
         ``head`` also computes each chunk after your own head (system prompt, messages, or rendered text): exact for
-        the first chunk straight after that head. ``shard=(i, n)`` takes the i-th of n disjoint shares.
+        the first chunk straight after that head. ``shard=(i, n)`` takes the i-th of n disjoint shares. A forward takes
+        ``batch_tokens`` token slots; with ``packs`` its chunks lie one behind the other in one row, without padding,
+        and none sees another (None: on CUDA, where a flash kernel knows where each ends).
+        New blocks carry ``tags``, their document's name and their chunk's id: ``store.delete_tagged`` goes by them.
         """
         self.adapter.require_reuse()
         if isinstance(texts, str) or not isinstance(texts, Iterable):
             raise UsageError(f"warm takes several texts, got {type(texts).__name__}", hint="pass [text]")
-        encoder = self.encoder(head)
+        encoder = self.encoder(head, packs)
         with self.engine.busy():
-            return warm(encoder, texts, progress=progress, shard=shard, batch_tokens=batch_tokens)
+            return warm(encoder, texts, progress=progress, shard=shard, batch_tokens=batch_tokens, tags=tags)
 
     def plan_warm(self, texts: Iterable[str | SourceChunk], *, head: Head | None = None) -> WarmPlan:
         """What :meth:`warm` would do: chunks, tokens, bytes and an estimate of the time. Stores nothing."""
@@ -253,8 +260,9 @@ class KVBoost(Answers):
 
     def stats(self, *, sizes: bool = True) -> dict[str, object]:
         """The store's counters, what the requests came to, what the prefix cache holds; what was streamed, which
-        attention kernel runs, what was paged, and figures of ``cost_model`` and ``spot_check`` (None: there is none).
-        Without ``sizes``, a server's blocks are not counted: for being asked every few seconds."""
+        attention kernel runs, how chunks were encoded, what was paged, and figures of ``cost_model`` and ``spot_check``
+        (None: there is none). Without ``sizes``, a server's blocks are not counted: for being asked every few seconds.
+        """
         engine, pages, streamer = self.engine, self.adapter.pages, streamer_of(self.model)
         prefixes = engine.prefixes
         store = self.store.stats() if sizes else self.store.quick_stats()
@@ -264,6 +272,7 @@ class KVBoost(Answers):
             "prefixes": {"entries": len(prefixes), "bytes": prefixes.nbytes, "limit_bytes": prefixes.limit_bytes},
             "streaming": streamer.stats.as_dict() if streamer else None,
             "attention": {"kernel": self.adapter.kernel.name, "reason": self.adapter.kernel.reason},
+            "encoding": {**asdict(self.adapter.encoded), "packed_kernel": self.adapter.packed.name},
             "paged": pages.snapshot().as_dict() if pages is not None else None,
             "cost": engine.costs.as_dict() if engine.costs else None,
             "spot": engine.spot.stats() if engine.spot else None,

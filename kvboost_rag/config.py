@@ -59,6 +59,8 @@ class Repair:
     K/V of the check layer kept). ``cap``: upper bound on the total share, boundary first. ``shift``: add the mean
     residual of recomputed keys to the keys that were not (helps blocks made without filler context). ``spread``:
     correct keys and values that were not recomputed by this share of a ridge regression over those that were.
+    ``sample``: where something is spread, this share of the ``query`` tokens is an even sample of the context instead:
+    tokens picked by attention are unlike those that they should speak for.
     """
 
     first: int = 0
@@ -69,12 +71,13 @@ class Repair:
     everything: bool = False
     shift: bool = False
     spread: float = 0.0
+    sample: float = 0.4
     name: str = ""
 
     def __post_init__(self) -> None:
         _count("first", self.first)
         _count("last", self.last)
-        for name in ("query", "blend", "cap", "spread"):
+        for name in ("query", "blend", "cap", "spread", "sample"):
             _share(name, getattr(self, name))
 
     @classmethod
@@ -114,13 +117,14 @@ class Repair:
             everything=self.everything or other.everything,
             shift=self.shift or other.shift,
             spread=max(self.spread, other.spread),
+            sample=max(self.sample, other.sample),
         )
 
     def with_shift(self, shift: bool = True) -> Repair:
         """The same policy with (or without) the key shift."""
         return replace(self, shift=shift, name="")
 
-    def with_spread(self, spread: float = 0.5) -> Repair:
+    def with_spread(self, spread: float = 0.75) -> Repair:
         """The same policy with (or, at 0, without) the regression that corrects what is not recomputed."""
         return replace(self, spread=spread, name="")
 
@@ -136,7 +140,8 @@ class Repair:
             return "full"
         parts = [f"first={self.first}", f"last={self.last}", f"query={self.query:g}", f"blend={self.blend:g}"]
         parts += [f"cap={self.cap:g}", *(["shift"] if self.shift else [])]
-        return ",".join([*parts, *([f"spread={self.spread:g}"] if self.spread else [])])
+        parts += [f"spread={self.spread:g}", f"sample={self.sample:g}"] if self.spread else []
+        return ",".join(parts)
 
     @property
     def is_none(self) -> bool:
@@ -146,8 +151,8 @@ class Repair:
 
 NAMED_REPAIRS: dict[str, Repair] = {
     "fast": Repair(name="fast"),
-    "balanced": Repair(first=8, query=0.13, cap=0.13, spread=0.5, name="balanced"),
-    "faithful": Repair(first=8, query=0.30, cap=0.30, spread=0.5, name="faithful"),
+    "balanced": Repair(first=8, query=0.13, cap=0.13, spread=0.75, name="balanced"),
+    "faithful": Repair(first=8, query=0.30, cap=0.30, spread=0.75, sample=0.5, name="faithful"),
 }
 
 

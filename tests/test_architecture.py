@@ -54,8 +54,11 @@ NEVER_REQUIRED = {"peft", "gptqmodel", "autoawq_kernels", "awq_ext", "triton", "
 MICRO_BENCHMARKS = {
     "benchmarks/match.py",
     "benchmarks/store.py",
+    "benchmarks/store_real.py",
     "benchmarks/gpu_check.py",
     "benchmarks/gpu_machine.py",
+    "benchmarks/gpu_models.py",
+    "benchmarks/gpu_parts.py",
 }
 MAX_LINES = 300
 

@@ -1,4 +1,4 @@
-"""The fidelity tables in the documents are those of the committed result files."""
+"""The tables in the documents are those of the committed result files."""
 
 from __future__ import annotations
 
@@ -32,6 +32,18 @@ def test_a_changed_figure_makes_a_document_stale(tmp_path: Path) -> None:
     found["rows"]["balanced"]["kl_gold"] += 1.0
     changed.write_text(json.dumps(found), encoding="utf-8")
     text = (ROOT / "docs" / "fidelity.md").read_text(encoding="utf-8")
+    assert tables.rendered(text, tmp_path) != text
+
+
+def test_a_changed_figure_makes_the_store_s_page_stale(tmp_path: Path) -> None:
+    for file in tables.RESULTS.glob("*.json"):
+        (tmp_path / file.name).write_text(file.read_text(encoding="utf-8"), encoding="utf-8")
+    text = (ROOT / "docs" / "store.md").read_text(encoding="utf-8")
+    assert tables.rendered(text, tmp_path) == text
+    changed = tmp_path / "store.json"
+    found = json.loads(changed.read_text(encoding="utf-8"))
+    found["scale"]["1,000,000"]["open_ms"] += 1000.0
+    changed.write_text(json.dumps(found), encoding="utf-8")
     assert tables.rendered(text, tmp_path) != text
 
 

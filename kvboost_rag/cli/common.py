@@ -19,6 +19,7 @@ from kvboost_rag.errors import UsageError
 from kvboost_rag.warmup.source import InputProblem
 
 DEFAULT_STORE = "~/.cache/kvboost-rag"
+SALT = "KVBOOST_SALT"  # environment
 F = TypeVar("F", bound=Callable[..., Any])
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?b)?|b)?", re.IGNORECASE)
@@ -88,9 +89,15 @@ def text_value(value: str | None) -> str | None:
         raise UsageError(f"{value[1:]} cannot be read: {exc}", hint="@FILE names a UTF-8 text file") from exc
 
 
+def salt_value(value: str | None) -> str:
+    """A tenant's salt, as given or, with ``@file``, from a file (without the line's end). Raises UsageError."""
+    return (text_value(value) or "").rstrip("\r\n")
+
+
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """Everything that the commands hand to ``KVBoost.from_pretrained``."""
+    """Everything that the commands hand to ``KVBoost.from_pretrained``; ``opening`` is what goes to ``open_store``
+    alone."""
 
     model: str
     store: str | None
@@ -101,11 +108,18 @@ class EngineOptions:
     disk_bytes: int | None = None
     keep_text: bool = False
     answers: Mapping[str, Any] = field(default_factory=dict)  # what `answer_options` gave
+    memory_bytes: int | None = None
+    tenant_bytes: int | None = None
+    compression: str | None = None
+    salt: str = field(default="", repr=False)  # never shown
+    opening: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def take(cls, params: dict[str, Any]) -> EngineOptions:
-        """Build from click's parameters, which are removed from ``params``; reads the filler file."""
+        """Build from click's parameters, which are removed from ``params``; reads the files of filler and salt."""
         store = params.pop("store")
+        opening = {"policy": params.pop("policy"), "ttl_s": params.pop("ttl"), "local": params.pop("local")}
+        opening["write"] = "back" if params.pop("write_back") else None
         filler = params.pop("filler", None)
         return cls(
             model=params.pop("model"),
@@ -117,6 +131,11 @@ class EngineOptions:
             disk_bytes=params.pop("store_limit"),
             keep_text=params.pop("keep_text", False),
             answers={n: value for n in ANSWER_OPTIONS if (value := params.pop(n, None)) not in (None, False)},
+            memory_bytes=params.pop("memory_limit"),
+            tenant_bytes=params.pop("tenant_bytes"),
+            compression=params.pop("compression"),
+            salt=salt_value(params.pop("salt")),
+            opening={name: value for name, value in opening.items() if value is not None},
         )
 
     def kwargs(self) -> dict[str, Any]:
@@ -126,16 +145,36 @@ class EngineOptions:
             "filler": self.filler,
             "disk_bytes": self.disk_bytes,
             "keep_text": self.keep_text or None,
+            "memory_bytes": self.memory_bytes,
+            "tenant_bytes": self.tenant_bytes,
+            "compression": self.compression,
+            "salt": self.salt or None,
         }
         rest = {name: value for name, value in given.items() if value is not None}
         return {"store": self.store, "dtype": self.dtype, "device": self.device, **rest, **self.answers}
+
+    def opened(self) -> Any:
+        """The store, opened here where it takes options that the engine has no words for; else its name."""
+        if not self.opening:
+            return self.store
+        from kvboost_rag.store.open import open_store
+
+        return open_store(
+            self.store,
+            memory_bytes=self.memory_bytes,
+            limit_bytes=self.disk_bytes,
+            tenant_bytes=self.tenant_bytes,
+            compression=self.compression,
+            keep_text=self.keep_text,
+            **self.opening,
+        )
 
 
 def make_engine(options: EngineOptions) -> Any:
     """The engine for a command. Tests put their own in place of this function."""
     from kvboost_rag import KVBoost  # torch and transformers load here and not before
 
-    return KVBoost.from_pretrained(options.model, **options.kwargs())
+    return KVBoost.from_pretrained(options.model, **{**options.kwargs(), "store": options.opened()})
 
 
 @contextmanager
@@ -170,8 +209,33 @@ store_option = click.option(
     default=DEFAULT_STORE,
     show_default=True,
     envvar="KVBOOST_STORE",
-    metavar="DIR",
+    metavar="DIR|URL",
     help="Where blocks are kept.",
+)
+salt_option = click.option(
+    "--salt",
+    envvar=SALT,
+    show_envvar=True,
+    metavar="TEXT|@FILE",
+    help="The tenant: texts under another salt are never found. What stands here shows in the list of processes; the "
+    "environment and @FILE do not.",
+)
+tenant_bytes_option = click.option(
+    "--tenant-bytes",
+    metavar="SIZE",
+    callback=parsed(parse_size),
+    help="Most bytes of one tenant's blocks; 0 for no quota.  [default: as the folder remembers, or none]",
+)
+compression_option = click.option(
+    "--compression",
+    metavar="KIND",
+    help="none, int8, int4, zstd (exact), int8+zstd or int4+zstd.  [default: as the folder remembers, or none]",
+)
+policy_option = click.option(
+    "--policy", metavar="NAME", help="Who goes first when a folder is full: lru, lfu or cost.  [default: lru]"
+)
+ttl_option = click.option(
+    "--ttl", metavar="TIME", callback=parsed(parse_duration), help="Blocks older than this are misses; 0 for no limit."
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
 engine_options = options(
@@ -183,8 +247,21 @@ engine_options = options(
         "--store-limit",
         metavar="SIZE",
         callback=parsed(parse_size),
-        help="Most bytes of block files; the least recently used go first.  [default: 20GiB]",
+        help="Most bytes of block files in a folder.  [default: as the folder remembers, or 20GiB]",
     ),
+    click.option(
+        "--memory-limit",
+        metavar="SIZE",
+        callback=parsed(parse_size),
+        help="Most bytes of blocks held in memory; 0 for none.  [default: 2GiB]",
+    ),
+    click.option("--write-back", is_flag=True, help="Write to folder and server in the background."),
+    click.option("--local", metavar="DIR", help="With a URL: a folder here that keeps what was fetched."),
+    compression_option,
+    policy_option,
+    ttl_option,
+    salt_option,
+    tenant_bytes_option,
     click.option("--dtype", default="auto", show_default=True, help="float32, bfloat16, float16 or auto."),
     click.option("--device", default="auto", show_default=True, help="cpu, cuda, cuda:1, mps or auto."),
     click.option("--revision", help="Branch, tag or commit of a hub model."),

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from threading import Thread
 
@@ -35,7 +35,9 @@ def child_arguments(ctx: click.Context, leave_out: Collection[str]) -> list[str]
         value = ctx.params.get(param.name or "")
         if not isinstance(param, click.Option) or param.name in leave_out or value is None:
             continue
-        if param.is_flag:
+        if param.multiple:
+            words += [word for one in value for word in (param.opts[0], str(one))]
+        elif param.is_flag:
             words += [param.opts[0]] if value else param.secondary_opts[:1]
         else:
             words += [param.opts[0], str(value)]
@@ -50,10 +52,16 @@ class Job:
         label: its shard, as ``2/8``.
         command: what to run; by default this very program.
         folder: where it works; by default here.
+        secrets: of its environment, which the list of processes does not show.
     """
 
     def __init__(
-        self, arguments: Sequence[str], label: str, command: Sequence[str] = (), folder: str | None = None
+        self,
+        arguments: Sequence[str],
+        label: str,
+        command: Sequence[str] = (),
+        folder: str | None = None,
+        secrets: Mapping[str, str] | None = None,
     ) -> None:
         self.label = label
         self.output = ""
@@ -69,7 +77,13 @@ class Job:
             # A session of its own: Ctrl-C reaches it through us, once, and not a second time from the terminal.
             start_new_session=True,
             cwd=folder,
-            env={"OMP_NUM_THREADS": threads, "TQDM_DISABLE": "1", **os.environ, PARENT: str(os.getpid())},
+            env={
+                "OMP_NUM_THREADS": threads,
+                "TQDM_DISABLE": "1",
+                **os.environ,
+                **(secrets or {}),
+                PARENT: str(os.getpid()),
+            },
         )
         self.threads = [Thread(target=self._read_output, daemon=True), Thread(target=self._pass_on, daemon=True)]
         for thread in self.threads:
@@ -112,14 +126,14 @@ def report_of(label: str, output: str, status: int, interrupted: bool = False) -
         return WarmReport(problems=[InputProblem(f"job {label}", None, f"ended with status {status}")])
 
 
-def run_jobs(arguments: Sequence[str], count: int) -> WarmReport:
+def run_jobs(arguments: Sequence[str], count: int, secrets: Mapping[str, str] | None = None) -> WarmReport:
     """Run ``count`` shards as processes and merge their reports. Ctrl-C is handed on, and their reports awaited."""
     jobs: list[Job] = []
     interrupted = False
     try:
         try:
             for number in range(1, count + 1):
-                jobs.append(Job(arguments, f"{number}/{count}"))
+                jobs.append(Job(arguments, f"{number}/{count}", secrets=secrets))
             for job in jobs:
                 job.wait()
         except KeyboardInterrupt:

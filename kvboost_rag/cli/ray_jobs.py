@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from typing import Any
@@ -35,7 +35,9 @@ class Share:
     gpus: int
 
 
-def run_on_ray(arguments: Sequence[str], count: int | None, *, local_store: bool) -> WarmReport:
+def run_on_ray(
+    arguments: Sequence[str], count: int | None, *, local_store: bool, secrets: Mapping[str, str] | None = None
+) -> WarmReport:
     """Run the shards of a warm-up as tasks of the cluster at ``RAY_ADDRESS``, or of one on this machine, and merge
     their reports. Ctrl-C is handed on.
 
@@ -43,6 +45,7 @@ def run_on_ray(arguments: Sequence[str], count: int | None, *, local_store: bool
         arguments: of ``warmup``, without those that share the work.
         count: shards; None for one per GPU, or one per node where there are none.
         local_store: whether the store is a folder, which nodes do not share.
+        secrets: of the tasks' environment.
 
     Raises:
         MissingExtraError: Ray is not installed.
@@ -53,10 +56,12 @@ def run_on_ray(arguments: Sequence[str], count: int | None, *, local_store: bool
     except ImportError as error:
         raise MissingExtraError(f"--ray needs Ray: {error}", hint="pip install 'kvboost-rag[ray]'") from None
     with redirect_stdout(sys.stderr):  # Ray talks on both; ours is for the answer
-        return _connected(ray, arguments, count, local_store)
+        return _connected(ray, arguments, count, local_store, dict(secrets or {}))
 
 
-def _connected(ray: Any, arguments: Sequence[str], count: int | None, local_store: bool) -> WarmReport:
+def _connected(
+    ray: Any, arguments: Sequence[str], count: int | None, local_store: bool, secrets: dict[str, str]
+) -> WarmReport:
     ours = not ray.is_initialized()
     if ours:
         ray.init(log_to_driver=True, include_dashboard=False if "RAY_ADDRESS" not in os.environ else None)
@@ -65,7 +70,7 @@ def _connected(ray: Any, arguments: Sequence[str], count: int | None, local_stor
         if local_store and len(nodes) > 1:
             hint = "--store redis://…, s3://… or file:///shared/folder"
             raise UsageError(f"the {len(nodes)} nodes of the cluster share no folder of blocks", hint=hint)
-        return _run(ray, arguments, share_of(nodes, count))
+        return _run(ray, arguments, share_of(nodes, count), secrets)
     finally:
         if ours:
             ray.shutdown()
@@ -88,13 +93,13 @@ def share_of(nodes: Sequence[dict[str, float]], count: int | None) -> Share:
     return Share(tasks, float(max(1, int(least // per_node))), 0)
 
 
-def _run(ray: Any, arguments: Sequence[str], share: Share) -> WarmReport:
+def _run(ray: Any, arguments: Sequence[str], share: Share, secrets: dict[str, str]) -> WarmReport:
     click.echo(f"{share.count} shards on Ray, {share.cpus:g} CPUs and {share.gpus} GPUs each", err=True)
     task = ray.remote(run_shard).options(
         num_cpus=share.cpus, num_gpus=share.gpus, max_retries=_RETRIES, scheduling_strategy="SPREAD"
     )
     labels = [f"{number}/{share.count}" for number in range(1, share.count + 1)]
-    tasks = [task.remote(label, list(arguments), CHILD_COMMAND, os.getcwd()) for label in labels]
+    tasks = [task.remote(label, list(arguments), CHILD_COMMAND, os.getcwd(), secrets) for label in labels]
     interrupted = False
     try:
         ray.wait(tasks, num_returns=len(tasks))
@@ -108,9 +113,11 @@ def _run(ray: Any, arguments: Sequence[str], share: Share) -> WarmReport:
     return report
 
 
-def run_shard(label: str, arguments: list[str], command: Sequence[str], folder: str) -> tuple[str, int]:
+def run_shard(
+    label: str, arguments: list[str], command: Sequence[str], folder: str, secrets: dict[str, str]
+) -> tuple[str, int]:
     """What a task does: (what the shard's process printed, its exit status)."""
-    job = Job(arguments, label, command, folder if os.path.isdir(folder) else None)
+    job = Job(arguments, label, command, folder if os.path.isdir(folder) else None, secrets)
     try:
         job.wait()
     except KeyboardInterrupt:  # Ray's way to cancel

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from kvboost_rag.store.base import BlockStore, StoreStats
 
 
-def open_existing(spec: str) -> BlockStore:
-    """The store at ``spec``. Tests put their own in place of this function.
+def open_existing(spec: str, **options: Any) -> BlockStore:
+    """The store at ``spec``, with options of ``open_store``. Tests put their own in place of this function.
 
     Raises:
         UsageError: a folder that is not there (a store is made by the warm-up, not by looking at it).
@@ -29,12 +29,12 @@ def open_existing(spec: str) -> BlockStore:
         spec = os.path.expanduser(spec)
         if not os.path.isdir(spec):
             raise UsageError(f"no store at {spec}", hint="kvboost-rag warmup makes one; --store names it")
-    return open_store(spec, memory_bytes=0)
+    return open_store(spec, memory_bytes=0, **options)
 
 
 @contextmanager
-def _opened(spec: str) -> Iterator[BlockStore]:
-    store = open_existing(spec)
+def _opened(spec: str, **options: Any) -> Iterator[BlockStore]:
+    store = open_existing(spec, **options)
     try:
         yield store
     finally:
@@ -48,10 +48,40 @@ def command() -> None:
 
 @command.command()
 @common.store_option
+@common.salt_option
 @common.json_option
-def stats(store: str, as_json: bool) -> None:
-    """Blocks, bytes and counters."""
+def stats(store: str, salt: str | None, as_json: bool) -> None:
+    """Blocks, bytes and counters; with --salt also what that tenant holds."""
     with _opened(store) as opened:
+        found, usage = opened.stats(), None
+        if salt is not None:
+            usage = opened.tenant_usage(common.salt_value(salt))
+    if as_json:
+        common.print_json({**found.as_dict(), **({} if usage is None else {"tenant_usage": usage})})
+        return
+    _print_stats(found)
+    if usage is not None:
+        click.echo(f"this tenant: {common.format_size(usage)}")
+
+
+@command.command("set")
+@common.store_option
+@click.option("--limit", metavar="SIZE", callback=common.parsed(common.parse_size), help="Most bytes of block files.")
+@common.tenant_bytes_option
+@common.compression_option
+@common.policy_option
+@common.ttl_option
+@common.json_option
+def set_(store: str, limit: int | None, ttl: float | None, as_json: bool, **given: Any) -> None:
+    """Change what a folder remembers: limits hold at once, compression for what is written from now on."""
+    if "://" in store:
+        hint = "give them where the server is used: warmup --tenant-bytes …"
+        raise UsageError("servers remember no settings", hint=hint)
+    given |= {"limit_bytes": limit, "ttl_s": ttl}
+    given = {name: value for name, value in given.items() if value is not None}
+    if not given:
+        raise UsageError("nothing to set", hint="--limit 20GiB, --policy lfu, --compression int8, …")
+    with _opened(store, **given) as opened:
         found = opened.stats()
     if as_json:
         common.print_json(found.as_dict())
@@ -131,7 +161,14 @@ def _prune(store: Any, max_bytes: int | None, older_than_s: float | None) -> int
 
 @command.command()
 @common.store_option
-@click.option("--tag", "tags", metavar="TAG", multiple=True, required=True, help="A document's id or another tag.")
+@click.option(
+    "--tag",
+    "tags",
+    metavar="TAG",
+    multiple=True,
+    required=True,
+    help="A document's name, as warmup was given it; a chunk's id; or a tag of warmup --tag.",
+)
 @common.json_option
 def delete(store: str, tags: tuple[str, ...], as_json: bool) -> None:
     """Drop every block that carries a tag, and what was set aside as damaged."""

@@ -41,6 +41,7 @@ def parse_shard(text: str) -> Shard:
 @common.engine_options
 @click.option("--keep-text", is_flag=True, help="Keep the chunks' text in the store.")
 @click.option("--head", metavar="TEXT|@FILE", help="System prompt: also store blocks that are exact right after it.")
+@click.option("--tag", "tags", multiple=True, metavar="TAG", help="Put onto every new block, for store delete --tag.")
 @common.corpus_options
 @click.option("--skip-unknown", is_flag=True, help="Files of other kinds are no problem, only counted.")
 @click.option("--batch-tokens", type=click.IntRange(min=1), default=2048, show_default=True, help="Tokens per forward.")
@@ -80,8 +81,10 @@ def command(ctx: click.Context, /, paths: tuple[str, ...], **params: Any) -> Non
             _finish_plan(_plan(options, corpus, head, params["shard"]), params["as_json"])
         elif params["ray"] or params["jobs"] > 1:
             _check_jobs(params)
-            args = child_arguments(ctx, leave_out=("jobs", "ray", "shard", "as_json"))
-            report = _on_ray(ctx, args, options) if params["ray"] else run_jobs(args, params["jobs"])
+            args = child_arguments(ctx, leave_out=("jobs", "ray", "shard", "as_json", "salt"))
+            secrets = {common.SALT: options.salt} if options.salt else {}
+            on_ray = params["ray"]
+            report = _on_ray(ctx, args, options, secrets) if on_ray else run_jobs(args, params["jobs"], secrets)
             _finish(report, params["as_json"])
         else:
             _finish(_warm(options, corpus, head, params), params["as_json"])
@@ -105,12 +108,14 @@ def _check_jobs(params: dict[str, Any]) -> None:
         raise UsageError("--jobs and --ray make their own shards", hint="give --shard, or one of these")
 
 
-def _on_ray(ctx: click.Context, arguments: Sequence[str], options: common.EngineOptions) -> WarmReport:
+def _on_ray(
+    ctx: click.Context, arguments: Sequence[str], options: common.EngineOptions, secrets: dict[str, str]
+) -> WarmReport:
     from kvboost_rag.cli.ray_jobs import run_on_ray
 
     given = ctx.get_parameter_source("jobs") is not ParameterSource.DEFAULT
     local = "://" not in (options.store or "")
-    return run_on_ray(arguments, ctx.params["jobs"] if given else None, local_store=local)
+    return run_on_ray(arguments, ctx.params["jobs"] if given else None, local_store=local, secrets=secrets)
 
 
 def _plan(options: common.EngineOptions, corpus: Corpus, head: str | None, shard: Shard | None) -> WarmPlan:
@@ -127,6 +132,7 @@ def _warm(options: common.EngineOptions, corpus: Corpus, head: str | None, param
             progress=params["progress"],
             shard=params["shard"],
             should_stop=_orphaned,
+            tags=params["tags"],
         )
 
 

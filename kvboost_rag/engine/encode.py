@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -12,13 +12,17 @@ from kvboost_rag.engine.tokens import SpanTokenizer
 from kvboost_rag.errors import ModelError, TokenizerError, UsageError
 from kvboost_rag.keys import block_key
 from kvboost_rag.kv.block import Block, BlockHeader
+from kvboost_rag.kv.rope import turn
 from kvboost_rag.model.adapter import ModelAdapter
+from kvboost_rag.model.cache import CaptureCache
 from kvboost_rag.store.base import BlockStore
 
 
 class ChunkEncoder:
     """Turns chunk texts into blocks. ``contexts()`` names the contexts that a warm-up computes: always the canonical
-    one, and the caller's own head where one was given (exact for a first chunk straight after that head)."""
+    one, and the caller's own head where one was given (exact for a first chunk straight after that head). ``packs``:
+    chunks of one forward lie one behind the other in a row of tokens instead of in padded rows of a batch (None: on
+    CUDA). Of what memory is planned for, a forward may take ``max_batch_tokens`` (None: not bounded)."""
 
     def __init__(
         self,
@@ -30,8 +34,11 @@ class ChunkEncoder:
         head: Context | None = None,
         salt: str = "",
         keep_text: bool = False,
+        packs: bool | None = None,
     ) -> None:
         self.adapter = adapter
+        self.packs = adapter.spec.device.type == "cuda" if packs is None else packs
+        self.max_batch_tokens = adapter.max_rows
         self.tokens = tokens
         self.store = store
         self.salt = salt
@@ -84,7 +91,7 @@ class ChunkEncoder:
         context: str = "canonical",
         tags: Sequence[str] = (),
     ) -> list[Block]:
-        """One forward over several chunks (right-padded to the longest); returns their blocks, on the CPU.
+        """One forward over several chunks, packed or right-padded to the longest; returns their blocks, on the CPU.
 
         Raises:
             UsageError: a chunk is empty or longer than :attr:`max_chunk_tokens`.
@@ -98,11 +105,11 @@ class ChunkEncoder:
             )
         started = time.perf_counter()
         with self.adapter.lock, torch.inference_mode():
-            kv = self._forward(chunks, max(lengths), context)  # [L, 2, B, Hkv, n, D]
-        cost = (time.perf_counter() - started) / sum(lengths)
+            views = (self._packed if self.packs else self._padded)(chunks, context)
+        computed = [view.to("cpu", copy=True).contiguous() for view in views]
+        cost = (time.perf_counter() - started) / sum(lengths)  # by now a device has really done it
         blocks = []
-        for i, ids in enumerate(chunks):
-            own = kv[:, :, i, :, : len(ids)].to("cpu", copy=True).contiguous()
+        for i, (ids, own) in enumerate(zip(chunks, computed, strict=True)):
             if not torch.isfinite(own.sum(dtype=torch.float32)) and not torch.isfinite(own).all():
                 raise ModelError(
                     f"{self.adapter.name} computes NaN or infinite KV for a chunk of {len(ids)} tokens in {own.dtype}",
@@ -132,18 +139,38 @@ class ChunkEncoder:
             self._kv[name] = compute_context_kv(self.adapter, self._contexts[context])
         return self._kv[name]
 
-    def _forward(self, chunks: Sequence[tuple[int, ...]], longest: int, context: str) -> torch.Tensor:
-        spec = self.adapter.spec
-        context_kv = self._context_kv(context)
-        start = context_kv.shape[3]
+    def _padded(self, chunks: Sequence[tuple[int, ...]], context: str) -> list[torch.Tensor]:
+        """K (un-rotated) and V of each chunk, one row of the batch each, padded to the longest."""
+        context_kv, longest = self._context_kv(context), max(map(len, chunks))
+        start = int(context_kv.shape[3])
         ids = torch.zeros(len(chunks), longest, dtype=torch.long)
         for i, c in enumerate(chunks):
             ids[i, : len(c)] = torch.tensor(c)
-        captured = self.adapter.encode(ids.to(spec.device), start, context_kv)
-        shape = (spec.num_layers, 2, len(chunks), spec.num_kv_heads, longest, spec.head_dim)
-        out = torch.empty(shape, dtype=spec.dtype, device=spec.device)
+        captured = self.adapter.encode(ids.to(self.adapter.spec.device), start, context_kv)
+        self.adapter.encoded.note(len(chunks), ids.numel() - sum(map(len, chunks)), packed=False)
+        kv = self._collect(captured, lambda keys: self.adapter.rope.unrotate(keys, start))  # [L, 2, B, Hkv, n, D]
+        return [kv[:, :, i, :, : len(c)] for i, c in enumerate(chunks)]
+
+    def _packed(self, chunks: Sequence[tuple[int, ...]], context: str) -> list[torch.Tensor]:
+        """The same from one row of tokens, without padding."""
+        context_kv, lengths = self._context_kv(context), [len(c) for c in chunks]
+        device, start = self.adapter.spec.device, int(context_kv.shape[3])
+        ids = torch.tensor([i for c in chunks for i in c]).to(device)
+        positions = torch.cat([torch.arange(start, start + n) for n in lengths]).to(device)
+        captured = self.adapter.encode_packed(ids, positions, lengths, context_kv)
+        self.adapter.encoded.note(len(chunks), 0, packed=True)
+        table = self.adapter.rope.at(positions, back=True)
+        kv = self._collect(captured, lambda keys: turn(keys, table))[:, :, 0].to("cpu")  # [L, 2, Hkv, T, D]
+        return list(kv.split(lengths, dim=3))
+
+    def _collect(self, captured: CaptureCache, unrotate: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """What a forward left, of all layers in one piece: ``[num_layers, 2, batch, num_kv_heads, n, head_dim]``."""
+        spec, first = self.adapter.spec, captured.layers_kv[0]
+        assert first is not None, "every layer must have called the cache"
+        out = torch.empty(spec.num_layers, 2, *first[0].shape, dtype=spec.dtype, device=spec.device)
         for layer, pair in enumerate(captured.layers_kv):
             assert pair is not None, "every layer must have called the cache"
-            out[layer, 0] = self.adapter.rope.unrotate(pair[0], start)
+            out[layer, 0] = unrotate(pair[0])
             out[layer, 1] = pair[1]
+            captured.layers_kv[layer] = None  # its memory may go
         return out

@@ -14,16 +14,18 @@ from kvboost_rag.engine.cost import CHEAPER, CostModel, Deal, settled
 from kvboost_rag.engine.lookup import BlockFinder, Found
 from kvboost_rag.engine.prefix import PrefixHit
 from kvboost_rag.engine.repair import (
+    Choice,
     ReusedSpan,
     boundary_positions,
     budget,
+    even_positions,
     key_deviation,
     question_scores,
     top_positions,
 )
 from kvboost_rag.engine.report import ChunkReport, Report
 from kvboost_rag.engine.shift import Shifter
-from kvboost_rag.engine.spread import EDGE, FEWEST, Spreader
+from kvboost_rag.engine.spread import Lesson, Spreader
 from kvboost_rag.model.adapter import ModelAdapter
 from kvboost_rag.model.cache import KVCache, Reviser
 
@@ -73,10 +75,11 @@ class Prefiller:
                 if f.block is not None:
                     lay_block(cache, f, self.adapter.rope)
         spans = [ReusedSpan(f.segment.start, f.segment.end, f.exact) for f in found if f.block is not None]
-        repaired = self._choose(prompt, cache, ids, done, spans, repair, report)
+        choice = self._choose(prompt, cache, ids, done, spans, repair, report)
+        repaired = choice.positions
         self._note_chunks(prompt, done, found, set(repaired), report)
         with report.stage("forward"), settled(costs):
-            logits = self._forward(cache, ids, done, spans, repaired, repair)
+            logits = self._forward(cache, ids, done, spans, choice, repair)
         if costs is not None and deal is not None:
             rows = cache.rows - cache.scoring_rows
             costs.observe(deal, rows, len(spans), len(found) - len(spans), report.stages)
@@ -117,26 +120,30 @@ class Prefiller:
         spans: list[ReusedSpan],
         repair: Repair,
         report: Report,
-    ) -> list[int]:
-        """Positions of reused chunks to recompute, ascending."""
+    ) -> Choice:
+        """Positions of reused chunks to recompute."""
         open_spans = [s for s in spans if not s.exact]
         candidates = [p for s in open_spans for p in range(s.start, s.end)]
         if repair.everything:
-            return [p for s in spans for p in range(s.start, s.end)]
+            return Choice([p for s in spans for p in range(s.start, s.end)])
         if repair.is_none or not candidates:
-            return []
+            return Choice([])
         context = len(candidates)  # what is approximate now: no misses, no held turns, no own-head chunk
         chosen = set(boundary_positions(open_spans, repair)[: int(repair.cap * context)])
+        sampled: list[int] = []
         with report.stage("score"):
             if repair.query:
                 free = [p for p in candidates if p not in chosen]
                 scores = self._question_scores(prompt, cache, ids, done, spans)
-                chosen |= set(top_positions(scores, free, budget(repair, repair.query, context, len(chosen))))
+                count = budget(repair, repair.query, context, len(chosen))
+                sampled = even_positions(free, int(count * repair.sample)) if repair.spread else []
+                chosen.update(sampled)
+                chosen.update(top_positions(scores, [p for p in free if p not in chosen], count - len(sampled)))
             if repair.blend:
                 free = [p for p in candidates if p not in chosen]
                 deviation = key_deviation(self.adapter, cache, ids)
-                chosen |= set(top_positions(deviation, free, budget(repair, repair.blend, context, len(chosen))))
-        return sorted(chosen)
+                chosen.update(top_positions(deviation, free, budget(repair, repair.blend, context, len(chosen))))
+        return Choice(sorted(chosen), frozenset(sampled))
 
     def _question_scores(
         self, prompt: Prompt, cache: KVCache, ids: torch.Tensor, done: int, spans: list[ReusedSpan]
@@ -162,7 +169,7 @@ class Prefiller:
         ids: torch.Tensor,
         done: int,
         spans: list[ReusedSpan],
-        repaired: list[int],
+        choice: Choice,
         repair: Repair,
     ) -> torch.Tensor:
         n = ids.numel()
@@ -173,30 +180,27 @@ class Prefiller:
         stale = torch.zeros(n, dtype=torch.bool)
         for s in spans:
             stale[s.start : s.end] = not s.exact
-        if repaired:
-            rows[repaired] = True
-            stale[repaired] = False
+        if choice.positions:
+            rows[choice.positions] = True
+            stale[choice.positions] = False
         rows[n - 1] = True  # the last token is always forwarded
         positions = rows.nonzero().flatten().to(ids.device)
-        reviser = self._reviser(spans, repaired, stale.nonzero().flatten(), repair)
+        reviser = self._reviser(spans, choice, stale.nonzero().flatten(), repair)
         with cache.lock, cache.revised_by(reviser):
             logits = self.adapter.forward(ids[positions], positions, cache)
         cache.length = n
         return logits
 
-    def _reviser(
-        self, spans: list[ReusedSpan], repaired: list[int], stale: torch.Tensor, repair: Repair
-    ) -> Reviser | None:
+    def _reviser(self, spans: list[ReusedSpan], choice: Choice, stale: torch.Tensor, repair: Repair) -> Reviser | None:
         """What corrects the stale positions on the forward's way, if anything does."""
-        if repair.everything or not repaired or not stale.numel():
+        if repair.everything or not choice.positions or not stale.numel():
             return None
         rope, device = self.adapter.rope, self.adapter.spec.device
         if repair.spread:
-            inner = {p for s in spans for p in range(s.start + EDGE, s.end)}
-            teachers = [p for p in repaired if p in inner]
-            if len(teachers) >= FEWEST:
-                return Spreader(rope, torch.tensor(teachers), stale, repair.spread, device)
-        return Shifter(rope, torch.tensor(repaired), stale, device) if repair.shift else None
+            lesson = Lesson.of([(s.start, s.end) for s in spans if not s.exact], choice.positions, choice.sampled)
+            if lesson is not None:
+                return Spreader(rope, lesson, stale, repair.spread, device)
+        return Shifter(rope, torch.tensor(choice.positions), stale, device) if repair.shift else None
 
     @staticmethod
     def _note_chunks(prompt: Prompt, done: int, found: list[Found], repaired: set[int], report: Report) -> None:

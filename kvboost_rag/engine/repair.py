@@ -32,6 +32,14 @@ class ReusedSpan:
     exact: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Positions to recompute, ascending; ``sampled`` of them were not chosen for what they are."""
+
+    positions: list[int]
+    sampled: frozenset[int] = frozenset()
+
+
 def boundary_positions(spans: Sequence[ReusedSpan], repair: Repair) -> list[int]:
     """The first and last tokens of every span."""
     chosen: set[int] = set()
@@ -208,3 +216,9 @@ def top_positions(scores: torch.Tensor, candidates: list[int], count: int) -> li
     index = torch.tensor(candidates, device=scores.device)
     best = scores[index].topk(min(count, len(candidates))).indices
     return sorted(index[best].tolist())
+
+
+def even_positions(candidates: list[int], count: int) -> list[int]:
+    """``count`` of the candidates, evenly spaced: a sample that does not depend on what they are."""
+    count = min(count, len(candidates))
+    return [candidates[(2 * i + 1) * len(candidates) // (2 * count)] for i in range(count)]

@@ -27,6 +27,7 @@ from kvboost_rag.kv.container import (
     read_container,
     write_container,
 )
+from kvboost_rag.kv.frames import expand, require_zstd, squeeze
 from kvboost_rag.kv.quantize import Packed
 
 __all__ = [
@@ -43,24 +44,32 @@ __all__ = [
 Buffer = bytes | bytearray | memoryview | mmap
 
 
-def encode_parts(block: Block) -> list[memoryview | bytes]:
+def encode_parts(block: Block, *, framed: bool = False) -> list[memoryview | bytes]:
     """The bytes of ``block`` as pieces to write one after the other; the tensor's own memory is not copied. A block
     with a compressed form (``block.packed``) is written in that form.
 
+    Args:
+        framed: squeeze each layer without loss, where that makes the block smaller.
+
     Raises:
         BlockFormatError: the block cannot be written in this format (dtype, size, header values).
+        MissingExtraError: ``framed``, and the library for it is not installed.
     """
     if DTYPE_NAMES.get(block.kv.dtype) is None:
         raise BlockFormatError(f"blocks of {block.kv.dtype} cannot be stored", hint=f"store one of {[*DTYPES]}")
     check_shape(tuple(block.kv.shape))
     kv = _raw(block.kv if block.packed is None else block.packed.data)
-    ids = _pack_ids(block.token_ids)
-    return [write_container(block, ids, kv) + ids, kv]
+    ids, size = _pack_ids(block.token_ids), len(kv) // block.kv.shape[0]
+    layers = [kv[at : at + size] for at in range(0, len(kv), size)]
+    frames = squeeze(layers, block.kv.itemsize if block.packed is None else 1) if framed else None
+    if frames is not None:
+        return [write_container(block, ids, frames, framed=True) + ids, *frames]
+    return [write_container(block, ids, layers) + ids, kv]
 
 
-def encode_block(block: Block) -> bytes:
+def encode_block(block: Block, *, framed: bool = False) -> bytes:
     """The bytes of ``block``. Raises like :func:`encode_parts`."""
-    return b"".join(encode_parts(block))
+    return b"".join(encode_parts(block, framed=framed))
 
 
 def decode_block(buffer: Buffer, *, verify: bool = True) -> Block:
@@ -68,7 +77,7 @@ def decode_block(buffer: Buffer, *, verify: bool = True) -> Block:
 
     A writable buffer (such as a private mapping of a file) is not copied: the tensor is a view of it and keeps it
     alive. A read-only one is copied, since a tensor over it could be written to behind its owner's back. K and V of a
-    compressed block are unpacked into memory of their own, in the dtype that they had.
+    compressed block, or in frames, are unpacked into memory of their own, in the dtype that they had.
 
     Args:
         buffer: the whole block.
@@ -77,6 +86,7 @@ def decode_block(buffer: Buffer, *, verify: bool = True) -> Block:
     Raises:
         ForeignBlockError: not a block of ours, or of another format version.
         BlockFormatError: a damaged block.
+        MissingExtraError: a sound block (as far as it was verified) in frames, and their library is not installed.
     """
     view = _as_bytes(buffer)
     layout = read_container(view)
@@ -85,11 +95,10 @@ def decode_block(buffer: Buffer, *, verify: bool = True) -> Block:
         for layer in range(len(layout.layer_checksums)):
             _verify_layer(view, layout, layer)
     token_ids = _unpack_ids(view, layout)
-    source = bytearray(view[layout.kv_start :]) if view.readonly else view[layout.kv_start :]
+    source = _bytes_of(view, layout, 0, layout.shape[0])
     if layout.packed:
         return unpacked(_packed(source, layout), token_ids, layout.header)
-    kv = torch.frombuffer(source, dtype=layout.dtype).view(layout.shape)
-    return Block(kv=kv, token_ids=token_ids, header=layout.header)
+    return Block(kv=source.view(layout.dtype).view(layout.shape), token_ids=token_ids, header=layout.header)
 
 
 def read_header(buffer: Buffer) -> tuple[BlockHeader, tuple[int, ...], tuple[int, ...], torch.dtype]:
@@ -109,11 +118,14 @@ class LayerReader:
 
     Raises:
         ForeignBlockError, BlockFormatError: the header or the token ids are not sound. Layers are not looked at yet.
+        MissingExtraError: layers lie in frames, and their library is not installed.
     """
 
     def __init__(self, buffer: Buffer) -> None:
         self._view = _as_bytes(buffer)
         self._layout = read_container(self._view)
+        if self._layout.framed:
+            require_zstd()
         self._whole = not self._layout.layer_checksums  # what is left to verify with the first layer
         if not self._whole:
             _verify_first(self._view, self._layout)
@@ -135,16 +147,27 @@ class LayerReader:
             self._whole = False
         if layout.layer_checksums:
             _verify_layer(self._view, layout, index)
-        raw = _layer(self._view, layout, index)
-        source = bytearray(raw) if raw.readonly else raw
+        source = _bytes_of(self._view, layout, index, index + 1)
         if layout.packed:
             return _packed(source, layout).unpack()[0]
-        return torch.frombuffer(source, dtype=layout.dtype).view(layout.shape[1:])
+        return source.view(layout.dtype).view(layout.shape[1:])
 
 
-def _layer(view: memoryview, layout: Layout, index: int) -> memoryview:
-    start = layout.kv_start + index * layout.layer_bytes
-    return view[start : start + layout.layer_bytes]
+def _stored(view: memoryview, layout: Layout, index: int) -> memoryview:
+    """A layer's bytes as they are stored."""
+    start, stop = layout.bounds[index]
+    return view[start:stop]
+
+
+def _bytes_of(view: memoryview, layout: Layout, first: int, stop: int) -> torch.Tensor:
+    """The bytes of layers ``[first, stop)``, out of their frames: uint8, one run. A view of a writable buffer where
+    there are no frames."""
+    if layout.framed:
+        out = torch.empty(stop - first, layout.layer_bytes, dtype=torch.uint8)
+        expand([_stored(view, layout, index) for index in range(first, stop)], layout.item, out.numpy())
+        return out.view(-1)
+    raw = view[layout.kv_start + first * layout.layer_bytes : layout.kv_start + stop * layout.layer_bytes]
+    return torch.frombuffer(bytearray(raw) if raw.readonly else raw, dtype=torch.uint8)
 
 
 def _verify_first(view: memoryview, layout: Layout) -> None:
@@ -155,15 +178,14 @@ def _verify_first(view: memoryview, layout: Layout) -> None:
 
 
 def _verify_layer(view: memoryview, layout: Layout, index: int) -> None:
-    if xxhash.xxh3_128_hexdigest(_layer(view, layout, index)) != layout.layer_checksums[index]:
+    if xxhash.xxh3_128_hexdigest(_stored(view, layout, index)) != layout.layer_checksums[index]:
         raise BlockFormatError(f"checksum of layer {index} does not match")
 
 
-def _packed(source: bytearray | memoryview, layout: Layout) -> Packed:
+def _packed(source: torch.Tensor, layout: Layout) -> Packed:
     """The compressed form in ``source``, which holds whole layers."""
     _, _, heads, tokens, head_dim = layout.shape
-    data = torch.frombuffer(source, dtype=torch.uint8).view(-1, layout.layer_bytes)
-    return Packed(layout.header.compression, data, layout.dtype, heads, tokens, head_dim)
+    return Packed(layout.header.compression, source.view(-1, layout.layer_bytes), layout.dtype, heads, tokens, head_dim)
 
 
 def _raw(kv: torch.Tensor) -> memoryview:

@@ -1,8 +1,9 @@
 """The container of a block: the JSON header in front of its bytes, written in one canonical form and read with bounds.
 
-Three versions are read, one is written (see ``docs/store-format.md``). They differ in what vouches for K and V: up to
+Four versions are read, two are written (see ``docs/store-format.md``). They differ in what vouches for K and V: up to
 version 2 one checksum over everything behind the header, so all of it must be there before any of it can be used;
-since version 3 one per layer. The checksum of the header itself covers the others.
+since version 3 one per layer. Version 4 is version 3 with each layer in a frame of its own, squeezed without loss. The
+checksum of the header itself covers the others.
 """
 
 from __future__ import annotations
@@ -11,15 +12,18 @@ import json
 import math
 import re
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 import torch
 import xxhash
 
 from kvboost_rag.errors import BlockFormatError
 from kvboost_rag.kv.block import FORMAT_VERSION, Block, BlockHeader
-from kvboost_rag.kv.fields import EXACT_VERSION, MAX_FIELDS_BYTES, VERSIONS, read_fields, write_fields
-from kvboost_rag.kv.quantize import layout_of
+from kvboost_rag.kv.fields import FRAMED_VERSION, MAX_FIELDS_BYTES, VERSIONS, read_fields, write_fields
+from kvboost_rag.kv.frames import MAX_EXPANSION
+from kvboost_rag.kv.packing import layout_of
 
 MAX_HEADER_BYTES = 16 << 20  # text included
 MAX_TOKENS = 1 << 22
@@ -37,7 +41,8 @@ _MAGIC = b'{"__metadata__":{"format":"kvboost_rag/'
 PREFIXES = {version: _MAGIC + b'%d","header_checksum":"' % version for version in VERSIONS}
 PREFIX_BYTES = len(PREFIXES[FORMAT_VERSION])
 _DIGITS = 32  # of one checksum
-_COUNTED = ("layers", "heads", "tokens", "head_dim", "ids", "ids_end", "kv_start", "kv_end", "rows", "row_bytes")
+_COUNTED = ("layers", "heads", "tokens", "head_dim", "ids", "ids_end", "kv_start", "kv_end", "rows", "row_bytes",
+            "framed_bytes")  # fmt: skip
 _ZEROS = b"0" * _DIGITS
 
 _NUMBER = rb"[1-9][0-9]{0,14}"
@@ -53,9 +58,9 @@ def _numbers(*names: str) -> bytes:
     return b",".join(_group(name, _NUMBER) for name in names)
 
 
-def _patterns(sums: bytes) -> tuple[re.Pattern[bytes], re.Pattern[bytes]]:
-    """What stands behind the header's checksum: for K and V as they are, and compressed (bytes of [layers, bytes per
-    layer], with the dtype and shape that come back)."""
+def _patterns(sums: bytes) -> tuple[re.Pattern[bytes], ...]:
+    """What stands behind the header's checksum: for K and V as they are, compressed (bytes of [layers, bytes per
+    layer], with the dtype and shape that come back), and in frames (with what is in them and how long each is)."""
     dtype = _group("dtype", b"F32|F16|BF16")
     names = (
         sums + rb'","block":' + _group("block", _STRING) + rb',"text":' + _group("text", _STRING) + rb"\},"
@@ -66,14 +71,21 @@ def _patterns(sums: bytes) -> tuple[re.Pattern[bytes], re.Pattern[bytes]]:
     plain = dtype + rb'","shape":\[' + _numbers("layers") + b",2," + _numbers("heads", "tokens", "head_dim")
     unpacked = rb'","unpacked":"' + dtype + b"," + _numbers("layers", "heads", "tokens", "head_dim")
     packed = rb'U8","shape":\[' + _numbers("rows", "row_bytes")
-    return re.compile(names + plain + offsets, re.DOTALL), re.compile(unpacked + names + packed + offsets, re.DOTALL)
+    frames = (
+        rb'","zstd":"' + _group("held", b"U8|F32|F16|BF16") + rb",(?P<frames>" + _NUMBER + rb"(?:," + _NUMBER + rb")*+)"
+    )
+    framed = rb'U8","shape":\[' + _numbers("framed_bytes")
+    wholes = names + plain, unpacked + names + packed, unpacked + frames + names + framed
+    return tuple(re.compile(whole + offsets, re.DOTALL) for whole in wholes)
 
 
 _WHOLE = rb'","payload_checksum":"' + _group("first", _HEX) + _group("sums", b"")  # up to version 2
 _BY_LAYER = (
     rb'","ids_checksum":"' + _group("first", _HEX) + rb'","layer_checksums":"' + _group("sums", b"(?:" + _HEX + b")++")
 )
-_PATTERNS = {version: _patterns(_BY_LAYER if version == FORMAT_VERSION else _WHOLE) for version in VERSIONS}
+_PATTERNS = {version: _patterns(_BY_LAYER if version >= FORMAT_VERSION else _WHOLE) for version in VERSIONS}
+# Which of the patterns a version may have: exact, compressed, framed.
+_KINDS = {version: (2,) if version == FRAMED_VERSION else (0, 1)[:version] for version in VERSIONS}
 
 
 class ForeignBlockError(BlockFormatError):
@@ -93,39 +105,56 @@ class Layout:
     data_start: int  # bytes; token ids
     kv_start: int  # bytes
     layer_bytes: int
+    bounds: tuple[tuple[int, int], ...]  # where each layer, or its frame, lies: first byte, and the one behind it
+    framed: bool
 
     @property
     def num_tokens(self) -> int:
         return self.shape[3]
 
+    @property
+    def item(self) -> int:
+        """Bytes of an element of what is stored."""
+        return 1 if self.packed else self.dtype.itemsize
 
-def write_container(block: Block, ids: bytes, kv: memoryview) -> bytes:
-    """The bytes in front of ``ids`` and ``kv`` (what :mod:`~kvboost_rag.kv.codec` writes behind them), their length
-    included.
+
+def write_container(block: Block, ids: bytes, layers: Sequence[memoryview | bytes], *, framed: bool = False) -> bytes:
+    """The bytes in front of ``ids`` and ``layers`` (what :mod:`~kvboost_rag.kv.codec` writes behind them), their length
+    included. ``framed``: each of the layers is a frame.
 
     Raises:
         BlockFormatError: header values that cannot be written, or too many.
     """
-    fields, text = json.dumps(write_fields(block.header)), json.dumps(block.header.text)
-    dtype, shape, unpacked_as = DTYPE_NAMES[block.kv.dtype], ",".join(map(str, block.kv.shape)), ""
-    if block.packed is not None:
-        layers, _, heads, tokens, head_dim = block.packed.shape
-        unpacked_as = f'","unpacked":"{DTYPE_NAMES[block.packed.dtype]},{layers},{heads},{tokens},{head_dim}'
-        dtype, shape = "U8", ",".join(map(str, block.packed.data.shape))
-    size = len(kv) // block.kv.shape[0]
-    sums = "".join(xxhash.xxh3_128_hexdigest(kv[at : at + size]) for at in range(0, len(kv), size))
+    version = FRAMED_VERSION if framed else FORMAT_VERSION
+    fields, text = json.dumps(write_fields(block.header, version)), json.dumps(block.header.text)
+    total = sum(map(len, layers))
+    unpacked_as, dtype, shape = _described(block, layers if framed else None)
+    sums = "".join(map(xxhash.xxh3_128_hexdigest, layers))
     rest = (
         f'{unpacked_as}","ids_checksum":"{xxhash.xxh3_128_hexdigest(ids)}","layer_checksums":"{sums}"'
         f',"block":{fields},"text":{text}}},'
         f'"token_ids":{{"dtype":"I32","shape":[{len(block.token_ids)}],"data_offsets":[0,{len(ids)}]}},'
-        f'"kv":{{"dtype":"{dtype}","shape":[{shape}],"data_offsets":[{len(ids)},{len(ids) + len(kv)}]}}}}'
+        f'"kv":{{"dtype":"{dtype}","shape":[{shape}],"data_offsets":[{len(ids)},{len(ids) + total}]}}}}'
     ).encode("ascii")
-    prefix = PREFIXES[FORMAT_VERSION]
+    prefix = PREFIXES[version]
     rest += b" " * (-(8 + len(prefix) + _DIGITS + len(rest) + len(ids)) % ALIGNMENT)  # so that K and V start aligned
     size = len(prefix) + _DIGITS + len(rest)
     if size > MAX_HEADER_BYTES:
         raise BlockFormatError(f"header larger than {MAX_HEADER_BYTES} bytes", hint="store without text")
     return struct.pack("<Q", size) + prefix + _header_checksum(prefix, rest) + rest
+
+
+def _described(block: Block, frames: Sequence[memoryview | bytes] | None) -> tuple[str, str, str]:
+    """(what comes back, dtype and shape of what is stored), as the header says it."""
+    layers, _, heads, tokens, head_dim = block.kv.shape
+    back, name = f"{layers},{heads},{tokens},{head_dim}", DTYPE_NAMES[block.kv.dtype]
+    if frames is not None:
+        held = name if block.packed is None else "U8"
+        sizes = ",".join(str(len(frame)) for frame in frames)
+        return f'","unpacked":"{name},{back}","zstd":"{held},{sizes}', "U8", str(sum(map(len, frames)))
+    if block.packed is not None:
+        return f'","unpacked":"{name},{back}', "U8", ",".join(map(str, block.packed.data.shape))
+    return "", name, ",".join(map(str, block.kv.shape))
 
 
 def read_container(view: memoryview) -> Layout:
@@ -143,9 +172,9 @@ def read_container(view: memoryview) -> Layout:
     rest = bytes(fields[len(prefix) + _DIGITS :])
     if stated != _header_checksum(prefix, rest):
         raise BlockFormatError("header checksum does not match")
-    plain, packed = (pattern.fullmatch(rest) for pattern in _PATTERNS[version])
-    match = plain or packed
-    if match is None or (packed and version == EXACT_VERSION):
+    matches = (_PATTERNS[version][kind].fullmatch(rest) for kind in _KINDS[version])
+    match = next((match for match in matches if match is not None), None)
+    if match is None:
         raise BlockFormatError("header is not in canonical form")
     return _layout(match, version, 8 + size, len(view))
 
@@ -159,19 +188,24 @@ def _layout(match: re.Match[bytes], version: int, start: int, length: int) -> La
         raise BlockFormatError("token ids and K/V disagree about their size")
     fields = read_fields(_parse_string(match["block"], MAX_FIELDS_BYTES), version)
     header = BlockHeader(text=_parse_string(match["text"], MAX_HEADER_BYTES), **fields)
-    dtype, packed = DTYPES[match["dtype"].decode()], "rows" in number
-    layer_bytes = math.prod(shape[1:]) * dtype.itemsize
-    if packed:
-        layer_bytes = _packed_bytes(header.compression, shape)
-        if (number["rows"], number["row_bytes"]) != (shape[0], layer_bytes):
-            raise BlockFormatError("a compressed block of another size than its shape calls for")
+    dtype, groups = DTYPES[match["dtype"].decode()], match.groupdict()
+    held = groups.get("held", b"U8" if "rows" in number else match["dtype"])
+    packed = held == b"U8"
+    if not packed and held != match["dtype"]:
+        raise BlockFormatError("frames that hold another dtype than comes back")
+    layer_bytes = _packed_bytes(header.compression, shape) if packed else math.prod(shape[1:]) * dtype.itemsize
+    if "rows" in number and (number["rows"], number["row_bytes"]) != (shape[0], layer_bytes):
+        raise BlockFormatError("a compressed block of another size than its shape calls for")
+    sizes, framed = [layer_bytes] * shape[0], "framed_bytes" in number
+    if framed:
+        sizes = _frames(match["frames"], number["framed_bytes"], shape[0], shape[0] * layer_bytes)
     end = start + number["kv_end"]
-    if number["kv_end"] - number["kv_start"] != shape[0] * layer_bytes or end != length:
+    if number["kv_end"] - number["kv_start"] != sum(sizes) or end != length:
         raise BlockFormatError(f"a block of {end} bytes in {length}")
     if (start + number["kv_start"]) % ALIGNMENT:
         raise BlockFormatError("K/V are not aligned")
     sums = match["sums"].decode()
-    if version == FORMAT_VERSION and len(sums) != shape[0] * _DIGITS:
+    if version >= FORMAT_VERSION and len(sums) != shape[0] * _DIGITS:
         raise BlockFormatError("not one checksum per layer")
     return Layout(
         header=header,
@@ -183,7 +217,19 @@ def _layout(match: re.Match[bytes], version: int, start: int, length: int) -> La
         data_start=start,
         kv_start=start + number["kv_start"],
         layer_bytes=layer_bytes,
+        bounds=tuple(pairwise(accumulate(sizes, initial=start + number["kv_start"]))),
+        framed=framed,
     )
+
+
+def _frames(text: bytes, total: int, layers: int, expanded: int) -> list[int]:
+    """Bytes of each frame; ``total`` is what they must add up to, ``expanded`` what comes out of them."""
+    frames = [int(size) for size in text.split(b",")]
+    if len(frames) != layers or sum(frames) != total:
+        raise BlockFormatError("frames that do not fit the layers")
+    if expanded > MAX_EXPANSION * total:
+        raise BlockFormatError(f"{expanded} bytes in frames of {total}: more than {MAX_EXPANSION} times as many")
+    return frames
 
 
 def check_shape(shape: tuple[int, ...]) -> None:

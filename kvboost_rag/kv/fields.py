@@ -8,20 +8,26 @@ from typing import Any
 
 from kvboost_rag.errors import BlockFormatError
 from kvboost_rag.kv.block import FORMAT_VERSION, BlockHeader
-from kvboost_rag.kv.quantize import COMPRESSIONS
+from kvboost_rag.kv.packing import COMPRESSIONS
 
 MAX_FIELDS_BYTES = 64 << 10  # the JSON of all header fields but the text
 EXACT_VERSION = 1  # knew no compression
 COMPRESSED_VERSION = 2  # of blocks that were compressed, beside version 1
-VERSIONS = (EXACT_VERSION, COMPRESSED_VERSION, FORMAT_VERSION)  # that are read; the last one is written
+FRAMED_VERSION = 4  # FORMAT_VERSION with every layer in a frame of its own
+VERSIONS = (
+    EXACT_VERSION,
+    COMPRESSED_VERSION,
+    FORMAT_VERSION,
+    FRAMED_VERSION,
+)  # that are read; the last two are written
 
 _STR_FIELDS = ("fingerprint", "context", "context_kind", "salt", "attention")
 _FLOAT_FIELDS = ("created_s", "cost_s")
 _FIELDS = {*_STR_FIELDS, *_FLOAT_FIELDS, "tags", "format_version"}
 
 
-def write_fields(header: BlockHeader) -> str:
-    """The fields of ``header`` as JSON, without its text.
+def write_fields(header: BlockHeader, version: int = FORMAT_VERSION) -> str:
+    """The fields of ``header`` as JSON of format ``version``, without its text.
 
     Raises:
         BlockFormatError: they cannot be written.
@@ -29,7 +35,7 @@ def write_fields(header: BlockHeader) -> str:
     if header.format_version not in VERSIONS or header.compression not in COMPRESSIONS:
         raise BlockFormatError(f"cannot write format version {header.format_version!r}, {header.compression!r}")
     fields = {name: value for name, value in header.as_dict().items() if name != "text"}
-    fields["format_version"] = FORMAT_VERSION  # whatever it was read from
+    fields["format_version"] = version  # whatever it was read from
     try:
         fields |= {name: float(getattr(header, name)) for name in _FLOAT_FIELDS}
         text = json.dumps(fields, sort_keys=True, separators=(",", ":"), allow_nan=False)

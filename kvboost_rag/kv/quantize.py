@@ -15,74 +15,14 @@ first bytes.
 
 from __future__ import annotations
 
-import math
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import pairwise
 
 import torch
 
-from kvboost_rag.errors import BlockFormatError, UnknownOptionError
+from kvboost_rag.kv.packing import Part, layout_of
+from kvboost_rag.kv.unpack import unpack
 
-COMPRESSIONS = ("none", "int8", "int4")
-_BITS = {"int8": 8, "int4": 4}
-_GROUP = {"int8": 0, "int4": 32}  # values along the grouped axis that share a scale; 0: all of them
-_LINE = 64  # bytes; every part of a layer starts at a multiple of this
-_PIECE = 1 << 18  # values that are brought back at once
 _PACKED_AT_ONCE = 1 << 20
-
-
-def check_compression(name: str) -> str:
-    """``name``, if it is a compression.
-
-    Raises:
-        UnknownOptionError
-    """
-    if name not in COMPRESSIONS:
-        raise UnknownOptionError(f"no compression {name!r}", hint=f"one of {', '.join(COMPRESSIONS)}")
-    return name
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Where K or V of one layer lies. Codes have shape ``[heads, tokens, head_dim]``."""
-
-    params_at: int  # bytes from the layer's start; zeros, then scales, float16
-    codes_at: int
-    axis: int  # of [heads, tokens, head_dim]: the one that groups run along
-    groups: int  # along that axis
-    group: int  # values in a group; the last one may be shorter
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """The bytes of one layer of a compressed block; follows from the compression and the shape alone."""
-
-    bits: int
-    heads: int
-    tokens: int
-    head_dim: int
-    key: Part
-    value: Part
-    layer_bytes: int
-
-
-def layout_of(compression: str, heads: int, tokens: int, head_dim: int) -> Layout:
-    """How a layer of ``heads × tokens × head_dim`` is laid out under ``"int8"`` or ``"int4"``."""
-    bits, shape = _BITS[compression], (heads, tokens, head_dim)
-    sizes, shares = [], []
-    for axis in (1, 2):
-        group = min(_GROUP[compression] or shape[axis], shape[axis])
-        groups = -(-shape[axis] // group)
-        sizes.append(4 * groups * math.prod(shape) // shape[axis])
-        shares.append((axis, groups, group))
-    codes = heads * -(-tokens * head_dim * bits // 8)
-    starts = [0]
-    for size in (*sizes, codes, codes):
-        starts.append(starts[-1] + -(-size // _LINE) * _LINE)
-    key, value = (Part(starts[i], starts[2 + i], *shares[i]) for i in (0, 1))
-    return Layout(bits, heads, tokens, head_dim, key, value, starts[-1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,17 +51,8 @@ class Packed:
         Raises:
             BlockFormatError: scales that are not finite.
         """
-        layout = layout_of(self.compression, self.heads, self.tokens, self.head_dim)
         out = torch.empty(self.shape, dtype=self.dtype)
-        layers = out.shape[0]
-        workers = min(layers, torch.get_num_threads())
-        if workers < 2 or out.numel() < 1 << 20:
-            _unpack_layers(self.data, layout, out, 0, layers)
-        else:
-            cuts = [layers * i // workers for i in range(workers + 1)]
-            jobs = [_pool().submit(_unpack_layers, self.data, layout, out, a, b) for a, b in pairwise(cuts)]
-            for job in jobs:
-                job.result()
+        unpack(self.data, layout_of(self.compression, self.heads, self.tokens, self.head_dim), out)
         return out
 
 
@@ -200,80 +131,3 @@ def _squeeze(codes: torch.Tensor, bits: int) -> torch.Tensor:
     both = flat[..., :half].clone()
     both[..., : flat.shape[2] - half] |= flat[..., half:] << 4
     return both.flatten(1)
-
-
-# -- back ----------------------------------------------------------------------------------------------------------
-
-
-def _unpack_layers(data: torch.Tensor, layout: Layout, out: torch.Tensor, first: int, stop: int) -> None:
-    """Layers ``[first, stop)`` of ``data`` into ``out``, in pieces that stay in the processor's cache."""
-    per_head = layout.tokens * layout.head_dim
-    heads = max(1, min(layout.heads, _PIECE // per_head))
-    layers = max(1, min(stop - first, _PIECE // (per_head * layout.heads)))
-    floats = torch.empty(layers * heads * per_head)
-    bytes_ = torch.empty(layers * heads * (per_head + 1), dtype=torch.uint8)
-    for index, part in enumerate((layout.key, layout.value)):
-        zeros, scales = _params(data[first:stop], layout, part)
-        for layer in range(first, stop, layers):
-            at = slice(layer, min(layer + layers, stop))
-            for head in range(0, layout.heads, heads):
-                target = out[at, index, head : head + heads]
-                codes = _codes(data[at], layout, part, slice(head, head + target.shape[1]), bytes_)
-                here = slice(at.start - first, at.stop - first), slice(head, head + heads)
-                work = target if target.dtype is torch.float32 else floats[: target.numel()].view(target.shape)
-                work.copy_(codes)
-                _scale(work, zeros[here], scales[here], part)
-                if work is not target:
-                    target.copy_(work)
-
-
-def _params(data: torch.Tensor, layout: Layout, part: Part) -> tuple[torch.Tensor, torch.Tensor]:
-    """Zeros and scales: float32, ``[layers, heads, tokens, head_dim]`` with the groups in place of the grouped axis."""
-    shape = [layout.heads, layout.tokens, layout.head_dim]
-    shape[part.axis] = part.groups
-    raw = data[:, part.params_at : part.params_at + 4 * math.prod(shape)].contiguous()
-    params = raw.view(torch.float16).float().view(-1, 2, *shape)
-    if not torch.isfinite(params).all():
-        raise BlockFormatError("scales that are not finite")
-    return params[:, 0], params[:, 1]
-
-
-def _codes(data: torch.Tensor, layout: Layout, part: Part, heads: slice, scratch: torch.Tensor) -> torch.Tensor:
-    """Codes of some heads, uint8 ``[layers, heads, tokens, head_dim]``."""
-    per_head = layout.tokens * layout.head_dim
-    size = -(-per_head * layout.bits // 8)
-    shape = (data.shape[0], heads.stop - heads.start)
-    run = data[:, part.codes_at + heads.start * size : part.codes_at + heads.stop * size].unflatten(1, (shape[1], size))
-    if layout.bits == 4:
-        both = scratch[: math.prod(shape) * 2 * size].view(*shape, 2, size)
-        torch.bitwise_and(run, 15, out=both[:, :, 0])
-        torch.bitwise_right_shift(run, 4, out=both[:, :, 1])
-        run = both.view(*shape, 2 * size)[:, :, :per_head]
-    codes: torch.Tensor = run.unflatten(2, (layout.tokens, layout.head_dim))
-    return codes
-
-
-def _scale(values: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor, part: Part) -> None:
-    """``values = zero + scale · values``, in place; all ``[layers, heads, …]``."""
-    axis = part.axis + 1
-    whole = values.shape[axis] // part.group
-    if whole:
-        piece = values.narrow(axis, 0, whole * part.group).unflatten(axis, (whole, part.group))
-        zero, scale = (p.narrow(axis, 0, whole).unsqueeze(axis + 1) for p in (zeros, scales))
-        _affine(piece, zero, scale, part)
-    if whole < part.groups:
-        start = whole * part.group
-        piece = values.narrow(axis, start, values.shape[axis] - start)
-        _affine(piece, zeros.narrow(axis, whole, 1), scales.narrow(axis, whole, 1), part)
-
-
-def _affine(x: torch.Tensor, zero: torch.Tensor, scale: torch.Tensor, part: Part) -> None:
-    if part.axis == 1:  # scales run along the rows: one pass is vectorised; else two passes are faster
-        torch.addcmul(zero, x, scale, out=x)
-    else:
-        x.mul_(scale).add_(zero)
-
-
-@lru_cache(maxsize=1)
-def _pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(max_workers=8, thread_name_prefix="kvboost-unpack")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ from kvboost_rag.model.attention import NAME, CausalPlan, ContextPlan, Plan, reg
 from kvboost_rag.model.cache import CaptureCache, KVCache, RequestCache, StopForward
 from kvboost_rag.model.identity import adapter_state, fingerprint_model
 from kvboost_rag.model.kernels import SDPA, Kernel, choose_kernel
+from kvboost_rag.model.packed import ONE_BY_ONE, EncodeCounts, PackedKernel, PackedPlan, choose_packed
 from kvboost_rag.model.support import Support, check_support
 
 if TYPE_CHECKING:
@@ -85,6 +86,8 @@ class ModelAdapter:
         self.max_rows: int | None = getattr(getattr(model, "kvboost_plan", None), "forward_rows", None)
         self.pages: PagePool | None = None  # where requests' KV comes from, once page_kv was called
         self.kernel: Kernel = SDPA  # of plainly causal attention; see choose_attention
+        self.packed: PackedKernel = ONE_BY_ONE  # of packed chunks
+        self.encoded = EncodeCounts()
         self._fingerprint: Fingerprint | None = None
         self._cache_kw = _cache_keyword(model)
         if self.support.ok:
@@ -118,7 +121,9 @@ class ModelAdapter:
     def choose_attention(self, attn: str) -> None:
         """``"auto"``, or a kernel by name. Raises UnknownOptionError, UsageError."""
         s = self.spec
-        self.kernel = choose_kernel(attn, s.device, s.dtype, (s.num_heads, s.num_kv_heads), s.head_dim)
+        heads = (s.num_heads, s.num_kv_heads)
+        self.kernel = choose_kernel(attn, s.device, s.dtype, heads, s.head_dim)
+        self.packed = choose_packed(self.kernel.name, s.device, s.dtype, heads, s.head_dim)
 
     def page_kv(self, budget: KVBudget, backend: Backend | None = None) -> None:
         """Requests' KV comes from a pool of pages of this size from now on, and spills to host memory beyond it.
@@ -199,6 +204,18 @@ class ModelAdapter:
         with self.lock:
             self.rows_forwarded += token_ids.numel()
             self._call(token_ids, positions.expand(token_ids.shape[0], -1), cache, ContextPlan(context_kv, n), 1)
+        return cache
+
+    def encode_packed(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, lengths: Sequence[int], context_kv: torch.Tensor
+    ) -> CaptureCache:
+        """Run chunks of ``lengths`` tokens, one behind the other in ``token_ids [T]``, after one shared context. No
+        chunk sees another; ``positions [T]`` begin anew behind the context for each."""
+        cache = CaptureCache(self.spec.num_layers)
+        with self.lock:
+            self.rows_forwarded += token_ids.numel()
+            plan = PackedPlan(context_kv, lengths, self.packed)
+            self._call(token_ids[None], positions[None], cache, plan, 1)
         return cache
 
     @torch.inference_mode()

@@ -10,12 +10,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
 
 from kvboost_rag.errors import UnknownOptionError, UsageError
+from kvboost_rag.model.packed import varlen_attention
 
 logger = logging.getLogger(__name__)
 
@@ -55,13 +57,16 @@ def _flash_attn(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sca
 
 
 def _varlen(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float) -> torch.Tensor:
-    from torch.nn.attention.varlen import varlen_attn
-
-    q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))  # [tokens, heads, D]
-    ends = [torch.tensor([0, x.shape[0]], dtype=torch.int32, device=x.device) for x in (q, k)]
-    options: dict[str, Any] = {"scale": scaling, "window_size": (-1, 0), "enable_gqa": q.shape[1] != k.shape[1]}
-    out: Any = varlen_attn(q, k, v, ends[0], ends[1], q.shape[0], k.shape[0], **options)
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [tokens, heads, D]; strides are read as they are
+    longest = (q.shape[0], k.shape[0])
+    row_ends, key_ends = (_ends(n, q.device) for n in longest)
+    out: Any = varlen_attention(q, k, v, row_ends, key_ends, longest, scaling, causal=True)
     return out[None]  # type: ignore[no-any-return]
+
+
+@lru_cache(maxsize=8)  # all layers of a forward ask for the same: a copy to the device would stop the host each time
+def _ends(n: int, device: torch.device) -> torch.Tensor:
+    return torch.tensor([0, n], dtype=torch.int32, device=device)
 
 
 _KERNELS: dict[str, Causal] = {"flash-attn": _flash_attn, "varlen": _varlen}

@@ -96,8 +96,9 @@ class BlockStore(ABC):
     #: it may know texts whose block is gone (evicted): such a span is found, and its look-up is a miss.
     anchors: AnchorIndex
 
-    #: How this store compresses what is put: ``"none"``, ``"int8"`` or ``"int4"``. A block's own header says what it
-    #: went through; a compressed one never counts as exact.
+    #: What this store rounds to when something is put: ``"none"``, ``"int8"`` or ``"int4"``. A block's own header says
+    #: what it went through; a rounded one never counts as exact. (What is squeezed without loss on its way to the
+    #: medium is the same block.)
     compression: str = "none"
 
     #: Whether :meth:`prune` works here.
@@ -198,6 +199,14 @@ class BlockStore(ABC):
 
     def unpin(self, keys: Iterable[str]) -> None:  # noqa: B027 - optional hook
         """Let these blocks be evicted again."""
+
+    def tenant_usage(self, salt: str) -> int:
+        """Bytes of the blocks under ``salt``; 0 where that is not known.
+
+        Raises:
+            StoreError: who should know does not answer.
+        """
+        return 0
 
     def close(self) -> None:  # noqa: B027 - optional hook
         """Release handles. Safe to call twice."""

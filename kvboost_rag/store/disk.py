@@ -16,7 +16,9 @@ from pathlib import Path
 
 from kvboost_rag.errors import BlockFormatError, MissingExtraError, StoreError, UsageError
 from kvboost_rag.kv.block import Block
+from kvboost_rag.kv.choice import parse_compression
 from kvboost_rag.kv.codec import encode_parts
+from kvboost_rag.kv.frames import require_zstd
 from kvboost_rag.kv.layers import LayeredBlock
 from kvboost_rag.store.anchors import AnchorIndex
 from kvboost_rag.store.base import BlockStore, Miss, Problem, StoreStats
@@ -30,7 +32,7 @@ from kvboost_rag.store.disk_read import BlockReader
 from kvboost_rag.store.disk_uses import Uses
 from kvboost_rag.store.manifest import Manifest
 from kvboost_rag.store.readers import Readers
-from kvboost_rag.store.settings import DEFAULT_DISK_BYTES, StoreSettings, folder_settings
+from kvboost_rag.store.settings import DEFAULT_DISK_BYTES, StoreSettings, folder_settings, usable
 
 __all__ = ["DEFAULT_DISK_BYTES", "DEFAULT_FREE_BYTES", "DiskStore"]
 
@@ -50,7 +52,8 @@ class DiskStore(BlockStore):
         policy: who goes first when the limit is reached: ``"lru"``, ``"lfu"`` or ``"cost"`` (see
             :data:`~kvboost_rag.store.policy.POLICIES`).
         ttl_s: blocks older than this are misses, and go; 0 for no limit.
-        compression: ``"none"``, ``"int8"`` or ``"int4"``, for what is written from now on.
+        compression: for what is written from now on: ``"none"``, ``"int8"``, ``"int4"``, ``"zstd"`` (exact), or both
+            (``"int8+zstd"``).
         tenant_bytes: most bytes of the blocks under one salt: who would have more loses others of his own. 0 for no
             quota.
 
@@ -60,7 +63,7 @@ class DiskStore(BlockStore):
     Raises:
         UsageError: an argument makes no sense.
         StoreError: the folder cannot be used: not a folder, not writable, or of a newer layout.
-        MissingExtraError: diskcache is not installed.
+        MissingExtraError: diskcache is not installed, or the library of a ``compression`` that is given.
     """
 
     prunable = True
@@ -81,6 +84,8 @@ class DiskStore(BlockStore):
         given = {"limit_bytes": limit_bytes, "policy": policy, "ttl_s": ttl_s, "compression": compression}
         given = {n: v for n, v in {**given, "tenant_bytes": tenant_bytes}.items() if v is not None}
         StoreSettings(**given)  # type: ignore[arg-type]  # wrong values are told before a folder is made
+        if compression is not None and parse_compression(compression).framed:
+            require_zstd()
         if min_free_bytes < 0:
             raise UsageError(f"a free-space floor of {min_free_bytes} bytes", hint="give at least 0")
         try:
@@ -94,7 +99,9 @@ class DiskStore(BlockStore):
         self._readers = Readers()
         try:
             self.settings = folder_settings(self.folder, **given)
-            self.limit_bytes, self.compression = self.settings.limit_bytes, self.settings.compression
+            self.limit_bytes = self.settings.limit_bytes
+            self.choice = usable(self.settings.compression, self.counters.warn)
+            self.compression = self.choice.rounding
             self.files = BlockFiles(self.folder)
             self.index = BlockIndex(self.files, self.settings, lock_timeout_s)
             self._reader = BlockReader(self.files, self.settings.ttl_s, self._forget, self.delete)
@@ -135,7 +142,7 @@ class DiskStore(BlockStore):
         block = admit(block, keep_text=self.keep_text, compression=self.compression)
         assert path is not None, block.key
         try:
-            parts = encode_parts(block)
+            parts = encode_parts(block, framed=self.choice.framed)
         except BlockFormatError as error:
             return self.counters.skip("format", str(error))
         size = sum(len(part) for part in parts)
@@ -184,7 +191,7 @@ class DiskStore(BlockStore):
             stats.blocks, stats.bytes = self.index.totals()
             stats.pinned, stats.tenants = self.care.pinned(), self.care.tenants()
         stats.tenant_bytes = self.settings.tenant_bytes
-        stats.limit_bytes, stats.compression = self.limit_bytes, self.compression
+        stats.limit_bytes, stats.compression = self.limit_bytes, str(self.choice)
         stats.policy, stats.ttl_s = self.settings.policy, self.settings.ttl_s
         stats.known_chunks = len(self.anchors)
         return stats

@@ -6,7 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvboost_rag.errors import BlockFormatError
+from kvboost_rag.errors import BlockFormatError, MissingExtraError
 from kvboost_rag.kv.codec import decode_block
 from kvboost_rag.store.anchors import AnchorIndex
 from kvboost_rag.store.base import Problem
@@ -43,7 +43,10 @@ def _check_blocks(files: BlockFiles, fix: bool) -> tuple[list[Problem], list[str
             reason, detail, seen = _inspect(files, path, key)
         except FileNotFoundError:
             continue  # evicted meanwhile
-        if reason:
+        if reason == "unavailable":
+            problems.append(Problem(reason, key or _name(files, path), detail))
+            sound += [key] if key is not None else []
+        elif reason:
             moved = fix and files.set_aside(path, seen, reason)
             problems.append(Problem(reason, key or _name(files, path), detail, moved))
         elif key is not None:
@@ -59,6 +62,8 @@ def _inspect(files: BlockFiles, path: Path, key: str | None) -> tuple[str, str, 
     try:
         buffer, seen = files.read(path)
         stated = decode_block(buffer).key
+    except MissingExtraError as error:  # its checksums are right
+        return "unavailable", str(error), None
     except BlockFormatError as error:
         return reason_of(error), str(error), seen
     except FileNotFoundError:

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import torch
 
-from kvboost_rag.errors import BlockFormatError
+from kvboost_rag.errors import BlockFormatError, MissingExtraError
 from kvboost_rag.kv.block import Block
 from kvboost_rag.kv.codec import LayerReader, decode_block
 from kvboost_rag.kv.layers import LayeredBlock
@@ -81,6 +81,8 @@ class BlockReader:
             reason, detail = "damaged", str(error)
         except MemoryError:
             return Miss("unavailable", "out of memory")
+        except MissingExtraError as error:  # sound: others can read it
+            return Miss("unavailable", str(error))
         else:
             if found.key != key:
                 reason, detail = "mismatch", f"holds {found.key}"

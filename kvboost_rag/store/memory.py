@@ -13,8 +13,9 @@ import torch
 from kvboost_rag.errors import UsageError
 from kvboost_rag.keys import block_key
 from kvboost_rag.kv.block import Block, BlockHeader
+from kvboost_rag.kv.choice import parse_compression
 from kvboost_rag.kv.compress import unpacked
-from kvboost_rag.kv.quantize import Packed, check_compression
+from kvboost_rag.kv.quantize import Packed
 from kvboost_rag.store.anchors import AnchorIndex
 from kvboost_rag.store.base import BlockStore, Miss, Problem, StoreStats
 from kvboost_rag.store.counters import Counters, admit
@@ -49,7 +50,12 @@ class MemoryStore(BlockStore):
     ) -> None:
         if limit_bytes < 0:
             raise UsageError(f"a memory limit of {limit_bytes} bytes", hint="give at least 0")
-        self.compression = check_compression(compression)
+        choice = parse_compression(compression)
+        if choice.framed:
+            raise UsageError(
+                f"{compression} in memory", hint="zstd is for folders and servers; here none, int8 or int4"
+            )
+        self.compression = choice.rounding
         self.ttl_s, self.tenant_bytes = check_ttl(ttl_s), check_quota(tenant_bytes)
         self.anchors = AnchorIndex()
         self.limit_bytes = limit_bytes

@@ -9,6 +9,7 @@ from kvboost_rag.store.base import BlockStore
 from kvboost_rag.store.disk import DiskStore
 from kvboost_rag.store.memory import DEFAULT_MEMORY_BYTES, MemoryStore
 from kvboost_rag.store.null import NullStore
+from kvboost_rag.store.policy import check_write
 from kvboost_rag.store.remote_url import open_remote, parse_url, scheme_of
 from kvboost_rag.store.tiered import TieredStore
 
@@ -24,6 +25,7 @@ def open_store(
     ttl_s: float | None = None,
     tenant_bytes: int | None = None,
     local: str | Path | None = None,
+    write: str = "through",
 ) -> BlockStore:
     """The store that ``spec`` names.
 
@@ -34,12 +36,16 @@ def open_store(
         memory_bytes: budget of the memory tier (2 GiB); 0 for none.
         limit_bytes: most bytes of block files in a folder (20 GiB).
         keep_text: keep the texts of chunks in block headers.
-        compression: ``"none"``, ``"int8"`` (half of bfloat16) or ``"int4"`` (a third); such blocks are not exact.
+        compression: ``"none"``, ``"int8"`` (half of bfloat16) or ``"int4"`` (a third): such blocks are not exact;
+            ``"zstd"`` (seven tenths, exact), ``"int8+zstd"``, ``"int4+zstd"`` for folders and servers.
         policy: who goes first when a folder is full: ``"lru"``, ``"lfu"`` or ``"cost"``.
         ttl_s: blocks older than this are misses; 0 for no limit.
-        tenant_bytes: most bytes of the blocks under one salt in a folder (or in ``"memory"``); the memory tier in
-            front of a folder gives each tenant the same share of its own budget. 0 for no quota. A server has none.
+        tenant_bytes: most bytes of the blocks under one salt, in a folder, on a server (every machine that writes
+            there must be given the same), or in ``"memory"``; the memory tier in front of a folder gives each tenant
+            the same share of its own budget, in front of a server the same quota. 0 for no quota.
         local: with a URL: a folder on this machine that keeps what was fetched.
+        write: ``"back"``: what is put is in memory at once, and in folder and server a little later; a killed process
+            loses what waits. (The same option in a server's URL is for the server alone.)
 
     A folder remembers limit, compression, policy, time to live and quota: None leaves them as they are. A server does
     not.
@@ -47,12 +53,13 @@ def open_store(
     Raises:
         UsageError: no such kind of store, or an option that makes no sense.
         StoreError: the folder cannot be used.
-        MissingExtraError: the client library of a server is not installed.
+        MissingExtraError: the client library of a server, or zstandard where it was asked for, is not installed.
     """
     if isinstance(spec, BlockStore):
         return spec
     if spec is None:
         return NullStore()
+    check_write(write)
     if not isinstance(spec, str | Path) or not str(spec):
         raise UsageError(f"store={spec!r} names no store", hint='give a folder, a URL, "memory" or None')
     memory_bytes = DEFAULT_MEMORY_BYTES if memory_bytes is None else memory_bytes
@@ -67,6 +74,7 @@ def open_store(
     elif local is not None:
         raise UsageError("local= goes with a URL", hint="give the folder alone")
     tiers: list[BlockStore] = []
+    in_memory = tenant_bytes
     folder = spec if url is None else local
     if folder is not None:
         disk = DiskStore(
@@ -78,13 +86,22 @@ def open_store(
             compression=compression,
             tenant_bytes=tenant_bytes,
         )
-        compression, ttl_s = disk.compression, disk.settings.ttl_s
-        tenant_bytes = disk.settings.tenant_share(memory_bytes)
+        compression, ttl_s = str(disk.choice), disk.settings.ttl_s
+        in_memory = disk.settings.tenant_share(memory_bytes)
         tiers = [disk]
     if url is not None:
         anchors = tiers[0].anchors if tiers else None
         compression = compression or "none"
-        tiers.append(open_remote(url, anchors=anchors, keep_text=keep_text, compression=compression, ttl_s=ttl_s))
+        tiers.append(
+            open_remote(
+                url,
+                anchors=anchors,
+                keep_text=keep_text,
+                compression=compression,
+                ttl_s=ttl_s,
+                tenant_bytes=tenant_bytes,
+            )
+        )
     if memory_bytes:
-        tiers.insert(0, MemoryStore(memory_bytes, keep_text=keep_text, ttl_s=ttl_s, tenant_bytes=tenant_bytes))
-    return tiers[0] if len(tiers) == 1 else TieredStore(tiers)
+        tiers.insert(0, MemoryStore(memory_bytes, keep_text=keep_text, ttl_s=ttl_s, tenant_bytes=in_memory))
+    return tiers[0] if len(tiers) == 1 else TieredStore(tiers, write=write)

@@ -54,6 +54,17 @@ def check_quota(tenant_bytes: int | None) -> int | None:
     return tenant_bytes or None
 
 
+def check_write(write: str) -> str:
+    """``write``, if it is a way to write.
+
+    Raises:
+        UsageError
+    """
+    if write not in ("through", "back"):
+        raise UsageError(f"write={write!r}", hint='"through" or "back"')
+    return write
+
+
 def is_expired(header: BlockHeader, ttl_s: float | None, now: float, stored_s: float = 0.0) -> bool:
     """Whether a block is older than ``ttl_s``. Its own time counts, else when it was stored; unknown: never."""
     born = header.created_s if header.created_s > 0 else stored_s

@@ -13,26 +13,26 @@ from contextlib import suppress
 
 from kvboost_rag.errors import BlockFormatError, StoreError, UsageError
 from kvboost_rag.kv.block import Block
+from kvboost_rag.kv.choice import parse_compression
 from kvboost_rag.kv.codec import encode_parts
-from kvboost_rag.kv.compress import unpacked
-from kvboost_rag.kv.quantize import check_compression
+from kvboost_rag.kv.frames import require_zstd
 from kvboost_rag.store.anchor_table import Records
 from kvboost_rag.store.anchors import AnchorIndex
 from kvboost_rag.store.base import BlockStore, Miss, Problem, StoreStats
 from kvboost_rag.store.counters import Counters, admit
 from kvboost_rag.store.disk_files import block_name, block_of_name
-from kvboost_rag.store.policy import check_ttl
+from kvboost_rag.store.policy import check_quota, check_ttl, check_write
+from kvboost_rag.store.remote_absent import Absences
 from kvboost_rag.store.remote_anchors import AnchorSync
-from kvboost_rag.store.remote_check import check_blocks, measure
+from kvboost_rag.store.remote_check import check_blocks, drop_all, measure
 from kvboost_rag.store.remote_link import Link, Medium, Unavailable
 from kvboost_rag.store.remote_meta import RemoteManifest
 from kvboost_rag.store.remote_queue import Ticker, WriteQueue
+from kvboost_rag.store.remote_quota import RemoteQuota, tenant_of
 from kvboost_rag.store.remote_read import BlockFetcher
 
 MAX_BLOCK_BYTES = 1 << 30
 REFRESH_S = 30.0
-_ABSENT_S = 10.0  # how long contains() remembers that there is no block
-_ABSENT_KEYS = 4096
 
 
 class RemoteStore(BlockStore):
@@ -42,8 +42,10 @@ class RemoteStore(BlockStore):
         medium: the server; this store closes it.
         anchors: the index of known texts to keep in step with the server's; a new one in memory if None.
         keep_text: keep the chunk's text in headers.
-        compression: ``"none"``, ``"int8"`` or ``"int4"`` for what is written from here.
+        compression: for what is written from here (see :data:`~kvboost_rag.kv.choice.CHOICES`).
         ttl_s: blocks older than this are misses.
+        tenant_bytes: most bytes of the blocks under one salt: who would have more loses others of his own. 0 or None
+            for no quota. Every machine that writes must be given the same.
         write: ``"through"``: ``put`` returns when the block is there; ``"back"``: it is sent in the background, and is
             lost if the process is killed before.
         timeout_s: most seconds that a look-up waits.
@@ -53,6 +55,7 @@ class RemoteStore(BlockStore):
 
     Raises:
         UsageError: an argument makes no sense.
+        MissingExtraError: a compression whose library is not installed.
     """
 
     def __init__(
@@ -63,6 +66,7 @@ class RemoteStore(BlockStore):
         keep_text: bool = False,
         compression: str = "none",
         ttl_s: float | None = None,
+        tenant_bytes: int | None = None,
         write: str = "through",
         timeout_s: float = 5.0,
         write_timeout_s: float = 60.0,
@@ -70,18 +74,21 @@ class RemoteStore(BlockStore):
         refresh_s: float = REFRESH_S,
         link: Link | None = None,
     ) -> None:
-        if write not in ("through", "back"):
-            raise UsageError(f"write={write!r}", hint='"through" or "back"')
+        check_write(write)
         if min(timeout_s, write_timeout_s, refresh_s, max_block_bytes) <= 0:
             raise UsageError("time-outs, refresh_s and max_block_bytes must be positive")
         self.medium = medium
-        self.keep_text, self.compression = keep_text, check_compression(compression)
+        self.keep_text, self._choice = keep_text, parse_compression(compression)
+        self.compression = self._choice.rounding
+        if self._choice.framed:
+            require_zstd()
         self.ttl_s, self.max_block_bytes = check_ttl(ttl_s), max_block_bytes
         self.link = link or Link(timeout_s)
         self._write_timeout = write_timeout_s
         self._counters = Counters()
         self._manifest = RemoteManifest(medium, self.link, self._warn)
-        self._absent: dict[str, float] = {}  # key → until when contains() need not ask
+        self._quota = RemoteQuota(medium.ledger(), medium.write, check_quota(tenant_bytes))
+        self._absent = Absences()
         self._fetcher = BlockFetcher(medium, self.link, self.ttl_s, self._remove, self._warn)
         self._unreadable = self._fetcher.unreadable
         self._queue = WriteQueue(self._send) if write == "back" else None
@@ -105,31 +112,28 @@ class RemoteStore(BlockStore):
         found: dict[str, Block | Miss] = {}
         for key in dict.fromkeys(keys):
             waiting = self._queue.get(key) if self._queue else None
-            if waiting is not None and waiting.packed is not None:
-                found[key] = unpacked(waiting.packed, waiting.token_ids, waiting.header, key)
-            elif waiting is not None:
+            if waiting is not None:
                 found[key] = waiting
             elif block_name(key) is None:
                 found[key] = Miss("absent", "not a key")
         wanted = [key for key in dict.fromkeys(keys) if key not in found]
         if wanted:
             found |= self._fetcher.fetch(wanted, self.max_block_bytes)
+            self._quota.saw(found.values())
         seconds = (time.perf_counter() - started) / max(1, len(keys))
         return [self._counters.result(found[key], seconds) for key in keys]
 
     def _remove(self, key: str) -> bool:
         name = block_name(key)
         try:
-            return name is not None and self._delete([name]) > 0
+            return name is not None and self.link.call(lambda: self._delete(name), timeout_s=self._write_timeout)
         except Unavailable:
             return False
 
-    def _delete(self, names: Sequence[str]) -> int:
-        return self.link.call(lambda: self.medium.delete(names), timeout_s=self._write_timeout)
-
-    def _list(self, area: str) -> list[str]:
-        listed = self.link.call(lambda: list(self.medium.entries(area)), timeout_s=self._write_timeout)
-        return [name for name, _ in listed]
+    def _delete(self, name: str) -> bool:
+        had = self.medium.delete([name]) > 0
+        self._quota.removed(name)
+        return had
 
     def put(self, block: Block) -> bool:
         if block.key != block.derive_key() or not self._is_there(block.key):
@@ -141,38 +145,37 @@ class RemoteStore(BlockStore):
         return True
 
     def _is_there(self, key: str) -> bool:
-        if key in self._unreadable or self._absent.get(key, 0.0) > time.monotonic():
+        if key in self._unreadable or key in self._absent:
             return False
-        return (self._queue is not None and self._queue.get(key) is not None) or self._ask(key) is True
+        return (self._queue is not None and key in self._queue) or self._ask(key) is True
 
     def _send(self, block: Block) -> bool:
         """Write a block to the server; False, with one warning, if it did not get there."""
         started, name = time.perf_counter(), str(block_name(block.key))
         try:
-            value = b"".join(encode_parts(block))
+            value = b"".join(encode_parts(block, framed=self._choice.framed))
         except BlockFormatError as error:
             return self._counters.skip("format", str(error))
-        limit = min(self.medium.max_value_bytes, self.max_block_bytes)
+        limit = min(self.medium.max_value_bytes, self.max_block_bytes, self._quota.limit or self.max_block_bytes)
         if len(value) > limit:
             return self._counters.skip("too large", f"{len(value)} bytes do not fit the limit of {limit}")
         try:
-            self.link.call(lambda: self.medium.write(name, value), timeout_s=self._write_timeout)
+            write = lambda: self._quota.write(name, value, block.header.salt)  # noqa: E731
+            self._counters.count("evictions", self.link.call(write, timeout_s=self._write_timeout))
         except Unavailable as error:
             return self._counters.skip("unavailable", f"the remote store does not take it ({error})")
-        self._absent.pop(block.key, None)
+        self._absent.drop(block.key)
         self._unreadable.discard(block.key)
         return self._counters.wrote(time.perf_counter() - started)
 
     def contains(self, key: str) -> bool:
-        if self._queue is not None and self._queue.get(key) is not None:
+        if self._queue is not None and key in self._queue:
             return True
-        if self._absent.get(key, 0.0) > time.monotonic():
+        if key in self._absent:
             return False
         there = self._ask(key)
         if there is False:
-            if len(self._absent) >= _ABSENT_KEYS:
-                self._absent.clear()
-            self._absent[key] = time.monotonic() + _ABSENT_S
+            self._absent.add(key)
         return there is True
 
     def _ask(self, key: str) -> bool | None:
@@ -190,16 +193,24 @@ class RemoteStore(BlockStore):
         waited = self._queue is not None and self._queue.drop(key)
         return self._remove(key) or waited
 
+    def touch(self, key: str) -> None:
+        self._quota.touch(key)
+
+    def tenant_usage(self, salt: str) -> int:
+        """Bytes of the blocks under ``salt``, as far as they were written under a quota; 0 if the server does not
+        answer."""
+        with suppress(Unavailable):
+            return self.link.call(lambda: self._quota.ledger.held(tenant_of(salt)))
+        return 0
+
     def keys(self) -> Iterator[str]:
         """All keys; none if the server does not answer."""
         try:
-            names = self._list("blocks")
+            listed = self.link.call(lambda: list(self.medium.entries("blocks")), timeout_s=self._write_timeout)
         except Unavailable as error:
             self._warn(error)
             return iter(())
-        return iter([key for name in names if (key := block_of_name(name)) is not None])
-
-    # -- the whole -----------------------------------------------------------------------------------------------------
+        return iter([key for name, _ in listed if (key := block_of_name(name)) is not None])
 
     def stats(self) -> StoreStats:
         """Counters and sizes. Blocks are counted for two seconds or up to 10,000: after that, ``complete`` is False."""
@@ -211,7 +222,8 @@ class RemoteStore(BlockStore):
     def quick_stats(self) -> StoreStats:
         stats = self._counters.stats(self.medium.kind)
         stats.complete = False
-        stats.known_chunks, stats.compression, stats.ttl_s = len(self.anchors), self.compression, self.ttl_s
+        stats.tenant_bytes = self._quota.limit
+        stats.known_chunks, stats.compression, stats.ttl_s = len(self.anchors), str(self._choice), self.ttl_s
         return stats
 
     def check(self, fix: bool = False) -> list[Problem]:
@@ -225,11 +237,9 @@ class RemoteStore(BlockStore):
         self._manifest.forget()
         dropped = 0
         try:
-            for area in ("blocks", "meta"):
-                names = self._list(area)
-                for first in range(0, len(names), 1000):
-                    self._delete(names[first : first + 1000])
-                dropped += len(names) if area == "blocks" else 0
+            dropped = drop_all(self.medium, self.link, "blocks", self._write_timeout)
+            drop_all(self.medium, self.link, "meta", self._write_timeout)
+            self.link.call(self._quota.ledger.clear, timeout_s=self._write_timeout)
             self.sync.clear()
         except Unavailable as error:
             self._warn(error)

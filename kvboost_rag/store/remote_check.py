@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from itertools import islice
 
-from kvboost_rag.errors import BlockFormatError
+from kvboost_rag.errors import BlockFormatError, MissingExtraError
 from kvboost_rag.keys import KEY_PREFIX
 from kvboost_rag.kv.block import Block
 from kvboost_rag.kv.codec import decode_block
@@ -15,6 +15,7 @@ from kvboost_rag.store.remote_link import Link, Medium, TooLarge, Unavailable
 
 _COUNTED = 10_000  # blocks that are counted at most
 _COUNT_S = 2.0
+_PAGE = 1000  # values removed at once
 
 
 def measure(medium: Medium, link: Link) -> tuple[int, int, bool]:
@@ -44,7 +45,18 @@ def inspect(key: str | None, value: bytes | memoryview | TooLarge, limit: int) -
         return reason_of(error), str(error), None
     except MemoryError:
         return "unavailable", "out of memory", None
+    except MissingExtraError as error:  # sound: others can read it
+        return "unavailable", str(error), None
     return ("", "", block) if block.key == key else ("mismatch", f"holds {block.key}", None)
+
+
+def drop_all(medium: Medium, link: Link, area: str, timeout_s: float) -> int:
+    """Remove everything in an area; how much there was. Raises Unavailable."""
+    names = [name for name, _ in link.call(lambda: list(medium.entries(area)), timeout_s=timeout_s)]
+    for first in range(0, len(names), _PAGE):
+        page = names[first : first + _PAGE]
+        link.call(lambda page=page: medium.delete(page), timeout_s=timeout_s)  # type: ignore[misc]
+    return len(names)
 
 
 def check_blocks(medium: Medium, link: Link, limit: int, fix: bool) -> list[Problem]:

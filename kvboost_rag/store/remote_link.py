@@ -20,6 +20,8 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
+from kvboost_rag.store.remote_quota import Ledger
+
 T = TypeVar("T")
 
 
@@ -39,7 +41,8 @@ Value = bytes | memoryview | TooLarge | None
 
 class Medium(Protocol):
     """The small protocol that a remote engine has to speak. Names are ``area/rest``, plain ASCII; areas are ``blocks``,
-    ``anchors`` and ``meta``. Any exception means that it did not work; it may be called from several threads."""
+    ``anchors``, ``meta`` and ``tenants``. Any exception means that it did not work; it may be called from several
+    threads."""
 
     kind: str
     max_value_bytes: int
@@ -61,6 +64,9 @@ class Medium(Protocol):
 
     def entries(self, area: str) -> Iterator[tuple[str, int]]:
         """(name, bytes) of everything in an area."""
+
+    def ledger(self) -> Ledger:
+        """Where it is kept which blocks are whose, for quotas."""
 
     def close(self) -> None:
         """Release connections."""

@@ -11,6 +11,7 @@ from typing import Any
 
 from kvboost_rag.errors import MissingExtraError, UsageError
 from kvboost_rag.store.remote_link import TooLarge, Value
+from kvboost_rag.store.remote_quota import MarkLedger
 
 _MOST = 5 << 30  # bytes of an object that is written in one request, by S3's limit
 _READERS = 8
@@ -111,6 +112,9 @@ class ObjectMedium:
         for page in self._obs.list(self._store, prefix=f"{area}/"):
             for entry in page:
                 yield str(entry["path"]), int(entry["size"])
+
+    def ledger(self) -> MarkLedger:
+        return MarkLedger(self)
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)

@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 from kvboost_rag.kv.block import Block
+from kvboost_rag.kv.compress import unpacked
 
 DEFAULT_QUEUE_BYTES = 256 << 20
 
@@ -45,9 +46,16 @@ class WriteQueue:
         return True
 
     def get(self, key: str) -> Block | None:
-        """A block that is still waiting."""
+        """A block that is still waiting, as it will come back."""
         with self._changed:
-            return self._waiting.get(key)
+            block = self._waiting.get(key)
+        if block is None or block.packed is None:
+            return block
+        return unpacked(block.packed, block.token_ids, block.header, key)
+
+    def __contains__(self, key: str) -> bool:
+        with self._changed:
+            return key in self._waiting
 
     def drop(self, key: str) -> bool:
         """Forget a block that is still waiting. True if it was."""

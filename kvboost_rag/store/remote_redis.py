@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from kvboost_rag.errors import MissingExtraError, UsageError
+from kvboost_rag.store.redis_ledger import RedisLedger
 from kvboost_rag.store.remote_link import TooLarge, Value
 
 DEFAULT_PREFIX = "kvboost:"
@@ -66,11 +67,13 @@ class RedisMedium:
         self._lock = threading.Lock()
         self._client: Any = None if cluster else single
         self._connect = lambda: redis.RedisCluster.from_url(url, **settings)
-        self._prefix = prefix
-        self._ttl_ms = max(1, int(ttl_s * 1000)) if ttl_s else None
+        self.prefix = prefix
+        self.is_cluster = cluster
+        self.ttl_ms = max(1, int(ttl_s * 1000)) if ttl_s else None
 
     @property
-    def _redis(self) -> Any:
+    def redis(self) -> Any:
+        """The client; a cluster's is made at first use."""
         with self._lock:
             if self._client is None:
                 self._client = self._connect()
@@ -101,22 +104,22 @@ class RedisMedium:
     def _put(self, name: str, value: bytes, *how: str) -> bool:
         area = name.split("/")[0]
         if area == "blocks":
-            expiry = () if self._ttl_ms is None else ("PX", self._ttl_ms)
-            return bool(self._redis.execute_command("SET", self._key(name), value, *how, *expiry))
+            expiry = () if self.ttl_ms is None else ("PX", self.ttl_ms)
+            return bool(self.redis.execute_command("SET", self._key(name), value, *how, *expiry))
         # the name first: a name without a value is nothing to anybody, a value without a name is lost
-        self._redis.sadd(self._names(area), name)
-        return bool(self._redis.execute_command("SET", self._key(name), value, *how))
+        self.redis.sadd(self._names(area), name)
+        return bool(self.redis.execute_command("SET", self._key(name), value, *how))
 
     def exists(self, name: str) -> bool:
-        return bool(self._redis.exists(self._key(name)))
+        return bool(self.redis.exists(self._key(name)))
 
     def delete(self, names: Sequence[str]) -> int:
         total = 0
         for first in range(0, len(names), _PAGE):
             page = names[first : first + _PAGE]
-            total += int(self._redis.delete(*[self._key(name) for name in page]))
+            total += int(self.redis.delete(*[self._key(name) for name in page]))
             for area in {name.split("/")[0] for name in page} - {"blocks"}:
-                self._redis.srem(self._names(area), *[name for name in page if name.startswith(f"{area}/")])
+                self.redis.srem(self._names(area), *[name for name in page if name.startswith(f"{area}/")])
         return total
 
     def entries(self, area: str) -> Iterator[tuple[str, int]]:
@@ -129,16 +132,16 @@ class RedisMedium:
         yield from self._sized(page)
 
     def _walk(self) -> Iterator[str]:
-        start = self._prefix.encode()
-        escaped = "".join(f"\\{c}" if c in "*?[]\\^-" else c for c in self._prefix)
+        start = self.prefix.encode()
+        escaped = "".join(f"\\{c}" if c in "*?[]\\^-" else c for c in self.prefix)
         seen: set[bytes] = set()  # a walk may show a key twice
-        for key in self._redis.scan_iter(match=f"{escaped}blocks/*", count=_PAGE):
+        for key in self.redis.scan_iter(match=f"{escaped}blocks/*", count=_PAGE):
             if key not in seen:
                 seen.add(key)
                 yield key[len(start) :].decode("ascii", "replace")
 
     def _named(self, area: str) -> Iterator[str]:
-        for name in self._redis.sscan_iter(self._names(area), count=_PAGE):
+        for name in self.redis.sscan_iter(self._names(area), count=_PAGE):
             yield name.decode("ascii", "replace")
 
     def _sized(self, names: Sequence[str]) -> Iterator[tuple[str, int]]:
@@ -155,16 +158,19 @@ class RedisMedium:
         """Answers to several commands, sent at once; an error in place of an answer where a command failed."""
         if not commands:
             return []
-        with self._redis.pipeline(transaction=False) as pipe:
+        with self.redis.pipeline(transaction=False) as pipe:
             for command in commands:
                 pipe.execute_command(*command)
             return list(pipe.execute(raise_on_error=False))
 
     def _key(self, name: str) -> str:
-        return self._prefix + name
+        return self.prefix + name
 
     def _names(self, area: str) -> str:
-        return f"{self._prefix}names:{area}"
+        return f"{self.prefix}names:{area}"
+
+    def ledger(self) -> RedisLedger:
+        return RedisLedger(self)
 
     def close(self) -> None:
         with self._lock:

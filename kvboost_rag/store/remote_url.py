@@ -61,6 +61,7 @@ def open_remote(
     keep_text: bool = False,
     compression: str = "none",
     ttl_s: float | None = None,
+    tenant_bytes: int | None = None,
 ) -> RemoteStore:
     """The store at ``url``. A server that does not answer is no error: its blocks are misses.
 
@@ -77,6 +78,7 @@ def open_remote(
         keep_text=keep_text,
         compression=compression,
         ttl_s=ttl_s,
+        tenant_bytes=tenant_bytes,
         write=write,
         timeout_s=timeout_s,
         write_timeout_s=write_timeout_s,

@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import logging
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from secrets import token_hex
 from typing import Any
 
-from kvboost_rag.errors import KVBoostError, UsageError
-from kvboost_rag.kv.quantize import check_compression
+from kvboost_rag.errors import KVBoostError, MissingExtraError, UsageError
+from kvboost_rag.kv.choice import Compression, parse_compression
+from kvboost_rag.kv.frames import require_zstd
 from kvboost_rag.store.disk_folder import FILE_MODE
 from kvboost_rag.store.policy import DEFAULT_POLICY, check_policy, check_quota, check_ttl
 
@@ -43,7 +45,7 @@ class StoreSettings:
         if not isinstance(self.policy, str) or not isinstance(self.ttl_s, int | float | None):
             raise UsageError("settings of the wrong types")
         check_policy(self.policy)
-        check_compression(self.compression)
+        parse_compression(self.compression)
         object.__setattr__(self, "ttl_s", check_ttl(self.ttl_s))
         object.__setattr__(self, "tenant_bytes", check_quota(self.tenant_bytes))
 
@@ -66,6 +68,19 @@ def folder_settings(folder: Path, **given: Any) -> StoreSettings:
     if settings != known or (given and not (folder / _NAME).exists()):
         _write(folder / _NAME, settings)
     return settings
+
+
+def usable(compression: str, warn: Callable[[str, str], None]) -> Compression:
+    """What can be written here of a folder's ``compression``: without its library, blocks are not squeezed, and
+    ``warn`` is told (cause, message)."""
+    choice = parse_compression(compression)
+    if choice.framed:
+        try:
+            require_zstd()
+        except MissingExtraError as error:
+            warn("zstd", f"blocks are written without zstd, and those with it are misses: {error}")
+            return replace(choice, framed=False)
+    return choice
 
 
 def _read(path: Path) -> StoreSettings:

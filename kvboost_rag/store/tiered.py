@@ -11,20 +11,32 @@ from kvboost_rag.kv.compress import compress
 from kvboost_rag.kv.layers import LayeredBlock
 from kvboost_rag.store.base import BlockStore, Miss, Problem, StoreStats
 from kvboost_rag.store.counters import Counters
+from kvboost_rag.store.policy import check_write
+from kvboost_rag.store.remote_queue import WriteQueue
+
+_CLOSE_S = 60.0  # most seconds that closing waits for writes in the background
 
 
 class TieredStore(BlockStore):
     """``tiers``, fastest first. The last one keeps the manifest and the known texts, says what is held, and how blocks
     are compressed: every tier gets the block as the last one will give it back, so it does not matter which has it.
 
+    Args:
+        tiers: the stores; closed with this one.
+        write: ``"through"``: ``put`` returns when every tier has the block; ``"back"``: when the first one has it. The
+            others get it in the background (256 MiB may wait, what is more is written through), and a process that is
+            killed loses what waits.
+
     Raises:
-        UsageError: no tiers.
+        UsageError: no tiers, or no such way to write.
     """
 
-    def __init__(self, tiers: Sequence[BlockStore]) -> None:
+    def __init__(self, tiers: Sequence[BlockStore], *, write: str = "through") -> None:
         if not tiers:
             raise UsageError("a tiered store without tiers", hint="give at least one store")
         self.tiers = list(tiers)
+        back = check_write(write) == "back" and len(tiers) > 1
+        self._queue = WriteQueue(self._write_down) if back else None
         self.anchors = self.tiers[-1].anchors
         self.compression = self.tiers[-1].compression
         self.prunable = any(tier.prunable for tier in self.tiers)
@@ -38,6 +50,9 @@ class TieredStore(BlockStore):
         found: dict[str, Block | Miss] = {}
         open_keys = list(dict.fromkeys(keys))
         for depth, tier in enumerate(self.tiers):
+            if depth == 1 and self._queue is not None:
+                found |= {key: block for key in open_keys if (block := self._queue.get(key)) is not None}
+                open_keys = [key for key in open_keys if isinstance(found[key], Miss)]
             for key, result in zip(open_keys, tier.get_many(open_keys), strict=True):
                 if isinstance(result, Block):
                     self._spread(result, depth)
@@ -72,20 +87,35 @@ class TieredStore(BlockStore):
     def put(self, block: Block) -> bool:
         started = time.perf_counter()
         block = compress(block, self.compression)
-        kept = [tier.put(block) for tier in self.tiers]
+        kept = [self.tiers[0].put(block)]
+        if self._queue is not None and self._queue.add(block):
+            kept.append(True)
+        else:
+            kept.append(self._write_down(block))
         if any(kept):
             return self._counters.wrote(time.perf_counter() - started)
         self._counters.count("skipped_writes")
         return False
 
+    def _write_down(self, block: Block) -> bool:
+        return any([tier.put(block) for tier in self.tiers[1:]])
+
+    def flush(self, timeout_s: float = 60.0) -> bool:
+        """Wait until every tier has what was put. False if that took longer."""
+        return self._queue is None or self._queue.flush(timeout_s)
+
+    def _waits(self, key: str) -> bool:
+        return self._queue is not None and key in self._queue
+
     def contains(self, key: str) -> bool:
-        return any(tier.contains(key) for tier in self.tiers)
+        return self._waits(key) or any(tier.contains(key) for tier in self.tiers)
 
     def tier_of(self, key: str) -> int:
         near = (depth for depth, tier in enumerate(self.tiers[:-1]) if tier.contains(key))
         return next(near, len(self.tiers) - 1)
 
     def delete(self, key: str) -> bool:
+        self.flush()
         return any([tier.delete(key) for tier in self.tiers])
 
     def prune(self, max_bytes: int | None = None, older_than_s: float | None = None) -> int:
@@ -96,9 +126,11 @@ class TieredStore(BlockStore):
         return sum([tier.prune(max_bytes, older_than_s) for tier in prunable])
 
     def delete_tagged(self, tag: str) -> int:
+        self.flush()
         return max([tier.delete_tagged(tag) for tier in self.tiers])
 
     def pin(self, keys: Iterable[str]) -> int:
+        self.flush()
         keys = list(keys)
         return max([tier.pin(keys) for tier in self.tiers])
 
@@ -106,6 +138,10 @@ class TieredStore(BlockStore):
         keys = list(keys)
         for tier in self.tiers:
             tier.unpin(keys)
+
+    def tenant_usage(self, salt: str) -> int:
+        """Of the last tier."""
+        return self.tiers[-1].tenant_usage(salt)
 
     def keys(self) -> Iterator[str]:
         return iter({key for tier in self.tiers for key in tier.keys()})  # noqa: SIM118 - a store is not a dict
@@ -129,9 +165,11 @@ class TieredStore(BlockStore):
         return stats
 
     def check(self, fix: bool = False) -> list[Problem]:
+        self.flush()
         return [problem for tier in self.tiers for problem in tier.check(fix)]
 
     def clear(self) -> int:
+        self.flush()
         return max([tier.clear() for tier in self.tiers])
 
     def get_meta(self, name: str) -> bytes | None:
@@ -151,6 +189,8 @@ class TieredStore(BlockStore):
         return [tier.set_meta(name, value) for tier in self.tiers][-1]
 
     def close(self) -> None:
+        if self._queue is not None and (left := self._queue.close(_CLOSE_S)):
+            self._counters.warn("close", f"closed with {left} blocks unwritten: the slower tiers take too long")
         for tier in reversed(self.tiers):  # the last one may still have things to send, from those before
             tier.close()
 

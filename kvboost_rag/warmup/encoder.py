@@ -26,6 +26,14 @@ class Encoder(Protocol):
     def bytes_per_token(self) -> int:
         """Bytes of one token's K and V in a block, as stored."""
 
+    @property
+    def packs(self) -> bool:
+        """Whether chunks of one forward are packed: no padding, whatever their lengths."""
+
+    @property
+    def max_batch_tokens(self) -> int | None:
+        """Token slots that one forward may have; None: as many as are asked for."""
+
     def tokenize(self, text: str) -> tuple[int, ...]:
         """Stripped chunk text to ids, with special-token parsing off."""
 

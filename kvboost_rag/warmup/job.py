@@ -9,13 +9,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING
 
 from kvboost_rag.errors import CapacityError, UsageError
-from kvboost_rag.warmup.batch import group
+from kvboost_rag.warmup.batch import group, slots
 from kvboost_rag.warmup.encoder import CANONICAL, Encoder
-from kvboost_rag.warmup.ingest import Corpus
+from kvboost_rag.warmup.ingest import STDIN, Corpus
 from kvboost_rag.warmup.intake import Intake, Item
 from kvboost_rag.warmup.meter import Meter
 from kvboost_rag.warmup.progress import Callback, showing
@@ -50,9 +51,11 @@ def warm(
 ) -> WarmReport:
     """Compute and store the blocks of ``chunks`` (a :class:`Corpus` or any iterable) that the store lacks.
 
-    Chunks of like length go into one forward of at most ``batch_tokens`` token slots; a longer chunk goes alone.
+    Chunks go into one forward of at most ``batch_tokens`` token slots, packed or with others of like length (see the
+    encoder); a longer chunk goes alone.
     ``shard=(i, n)`` takes the i-th of n disjoint shares, cut by the hash of the text. ``should_stop`` is asked between
-    batches. ``tags`` are put onto every block.
+    batches. ``tags`` are put onto every block, beside its document's name and its chunk's id: the store's
+    ``delete_tagged`` drops blocks by any of them. (A text in several documents has one block, with the first one's.)
 
     An unusable chunk becomes an entry of the report's ``problems``. A forward that fails is tried again on halves.
     Ctrl-C (KeyboardInterrupt) and ``should_stop`` end the job with ``interrupted=True``, whatever is stored stays.
@@ -83,7 +86,7 @@ class _Job:
         tags: tuple[str, ...],
     ) -> None:
         self.encoder, self.chunks, self.intake, self.tags = encoder, chunks, intake, tags
-        self.batch_tokens = batch_tokens  # falls when memory runs out
+        self.batch_tokens = min(batch_tokens, encoder.max_batch_tokens or batch_tokens)  # falls when memory runs out
         self.should_stop = should_stop or (lambda: False)
         self.report = WarmReport()
         self.problems: list[InputProblem] = []
@@ -133,14 +136,14 @@ class _Job:
 
     def _context(self, items: list[Item], context: str) -> None:
         """The blocks of ``items`` after one context, batch by batch."""
-        batches = group([len(item.ids) for item in items], self.batch_tokens)
+        batches = group([len(item.ids) for item in items], self.batch_tokens, packed=self.encoder.packs)
         pending = [[items[i] for i in batch] for batch in reversed(batches)]
         while pending:
             if self.should_stop():
                 raise _Stop
             batch = pending.pop()
             # Memory may have run out since the batches were cut.
-            too_large = len(batch) > 1 and len(batch) * len(batch[0].ids) > self.batch_tokens
+            too_large = len(batch) > 1 and self._slots(batch) > self.batch_tokens
             error = None if too_large else self._batch(batch, context)
             if len(batch) > 1 and (too_large or error):
                 half = (len(batch) + 1) // 2
@@ -150,6 +153,9 @@ class _Job:
                 self.meter.done(1)
                 self._stop_if_hopeless(error)
 
+    def _slots(self, batch: list[Item]) -> int:
+        return slots([len(item.ids) for item in batch], packed=self.encoder.packs)
+
     def _batch(self, batch: list[Item], context: str) -> str | None:
         """Encode and store one batch; returns what went wrong with the forward, if anything did."""
         ids, texts = [item.ids for item in batch], [item.text for item in batch]
@@ -157,14 +163,15 @@ class _Job:
             blocks = self.encoder.encode(ids, texts=texts, context=context, tags=self.tags)
         except Exception as exc:  # one chunk must not end a night's work; it is told as a problem
             if len(batch) > 1 and _is_out_of_memory(exc):
-                self.batch_tokens = max(1, len(batch) * len(ids[0]) // 2)
+                self.batch_tokens = max(1, self._slots(batch) // 2)
                 log.info("out of memory: batches of %d tokens from here on", self.batch_tokens)
             return f"{type(exc).__name__}: {exc}"
         self._store(batch, blocks, context)
         return None
 
     def _store(self, batch: list[Item], blocks: Sequence[Block], context: str) -> None:
-        written = [item for item, block in zip(batch, blocks, strict=True) if self._put(item, block, context)]
+        pairs = zip(batch, blocks, strict=True)
+        written = [item for item, block in pairs if self._put(item, _tagged(block, item.chunk), context)]
         if context == CANONICAL:
             self.encoder.register([(item.text, item.key) for item in written])
         self.meter.done(len(batch))
@@ -199,6 +206,12 @@ class _Job:
         if self.failures_in_row >= MAX_FAILURES_IN_ROW:
             reason = f"stopped after {self.failures_in_row} failures in a row, the last: {last}"
             raise _Stop(InputProblem("warm-up", None, reason))
+
+
+def _tagged(block: Block, chunk: SourceChunk) -> Block:
+    """``block`` with its document's name and its chunk's id among its tags, so that it can be deleted by them."""
+    tags = dict.fromkeys((*block.header.tags, *(tag for tag in (chunk.source, chunk.id) if tag not in ("", STDIN))))
+    return replace(block, header=replace(block.header, tags=tuple(tags)))
 
 
 def _is_out_of_memory(exc: Exception) -> bool:

@@ -54,7 +54,8 @@ def plan(
 def _estimate(encoder: Encoder, sample: list[Item], tokens: int) -> float | None:
     if not sample:
         return 0.0
-    batches = group([len(item.ids) for item in sample], PROBE_TOKENS)
+    most = min(PROBE_TOKENS, encoder.max_batch_tokens or PROBE_TOKENS)
+    batches = group([len(item.ids) for item in sample], most, packed=encoder.packs)
     batch = [sample[i] for i in max(batches, key=lambda b: sum(len(sample[i].ids) for i in b))]
     shortest = min(sample, key=lambda item: len(item.ids))
     try:

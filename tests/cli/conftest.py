@@ -63,7 +63,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
         return fake
 
     monkeypatch.setattr(common, "make_engine", make)
-    for name in ("KVBOOST_DEBUG", "KVBOOST_STORE", "KVBOOST_MODEL", "KVBOOST_RAG_JOB_OF"):
+    for name in ("KVBOOST_DEBUG", "KVBOOST_STORE", "KVBOOST_MODEL", "KVBOOST_SALT", "KVBOOST_RAG_JOB_OF"):
         monkeypatch.delenv(name, raising=False)
     return fake
 

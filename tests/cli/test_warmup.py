@@ -243,7 +243,7 @@ def test_jobs_add_up_to_one_report(engine: FakeEngine, child: Path) -> None:
 
 def test_jobs_get_the_same_options(engine: FakeEngine, child: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MODE", "words")
-    options = "--model m --chunk-size 500 --head @x --keep-text --no-progress --skip-unknown".split()
+    options = "--model m --tag x --tag y --chunk-size 500 --head @x --keep-text --no-progress --skip-unknown".split()
     (child.parent / "x").write_text("head")
     monkeypatch.chdir(child.parent)
     result = run("warmup", *options, "--jobs", 2, "--json", "--", "-odd", "docs")
@@ -251,7 +251,15 @@ def test_jobs_get_the_same_options(engine: FakeEngine, child: Path, monkeypatch:
     assert words[:4] == ["warmup", "--shard", "1/2", "--json"]
     assert words[-3:] == ["--", "-odd", "docs"]
     text = " ".join(words)
-    for option in ("--model m", "--chunk-size 500", "--head @x", "--keep-text", "--no-progress", "--skip-unknown"):
+    for option in (
+        "--model m",
+        "--tag x --tag y",
+        "--chunk-size 500",
+        "--head @x",
+        "--keep-text",
+        "--no-progress",
+        "--skip-unknown",
+    ):
         assert option in text
     assert "--jobs" not in words
     assert "--dry-run" not in words

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from kvboost_rag import KVBoost
 from kvboost_rag.config import NAMED_REPAIRS, Repair
-from kvboost_rag.engine.spread import EDGE, FEWEST, regress
+from kvboost_rag.engine.spread import EDGE, FEWEST, Lesson, regress
 from tests.engine.helpers import DOCS, chat, make_engine, prepared
 
 POLICY = Repair(first=EDGE, query=0.3)
+UNSAMPLED = replace(POLICY, sample=0.0)
 
 
 @pytest.fixture(scope="module")
@@ -20,29 +23,66 @@ def engine() -> KVBoost:
     return engine
 
 
+def nowhere(n: int, chunks: int = 1) -> torch.Tensor:
+    """Surroundings that tell nothing: no place, the one, all in the first chunk."""
+    around = torch.zeros(n, 5 + chunks)
+    around[:, 4:6] = 1
+    return around
+
+
 def test_a_shared_linear_error_is_learned() -> None:
     draw = torch.Generator().manual_seed(0)
     known, others = torch.randn(2, 400, 8, generator=draw), torch.randn(2, 50, 8, generator=draw)
     map_, shift = 0.2 * torch.randn(2, 8, 8, generator=draw), torch.randn(2, 1, 8, generator=draw)
     true = others @ map_ + shift
-    weights, offset = regress(known, known @ map_ + shift)
-    found = others @ weights + offset
-    assert (found - true).norm() < 0.15 * true.norm()
+    own, around = regress(known, nowhere(400), known @ map_ + shift, torch.ones(400))
+    found = others @ own + nowhere(50) @ around
+    assert (found - true).norm() < 0.2 * true.norm()
+
+
+def test_what_the_place_and_the_chunk_tell_is_learned() -> None:
+    """Keys that know nothing; the error grows with the place, and one chunk has one of its own."""
+    draw = torch.Generator().manual_seed(0)
+    lesson = Lesson([(0, 100), (100, 200), (200, 300)], torch.arange(0, 300, 2), torch.ones(150))
+    known, odd = lesson.surroundings(lesson.teachers), lesson.surroundings(torch.arange(1, 300, 2))
+
+    def truth(s: torch.Tensor) -> torch.Tensor:
+        return s[:, :1] * 4 + s[:, 6:7] * 2
+
+    own, around = regress(torch.randn(1, 150, 8, generator=draw), known, truth(known).expand(1, -1, 8), torch.ones(150))
+    found = torch.randn(1, 150, 8, generator=draw) @ own + odd @ around
+    assert (found - truth(odd)).norm() < 0.35 * truth(odd).expand(1, -1, 8).norm()
+    flat, _ = regress(
+        torch.randn(1, 150, 8, generator=draw), nowhere(150), truth(known).expand(1, -1, 8), torch.ones(150)
+    )
+    assert flat.norm() < 1, "keys that know nothing must not be made to know it"
+
+
+def test_picked_tokens_count_for_less_than_sampled_ones() -> None:
+    """Half of the teachers are of another kind; the estimate leans to the even sample's."""
+    residual = torch.cat([torch.ones(1, 50, 4), -torch.ones(1, 50, 4)], 1)
+    lesson = Lesson.of([(0, 200)], range(EDGE, EDGE + 100), frozenset(range(EDGE, EDGE + 50)))
+    assert lesson is not None
+    own, around = regress(torch.zeros(1, 100, 4), nowhere(100), residual, lesson.weights)
+    assert (nowhere(1) @ around).mean() > 0.3
+    even = Lesson.of([(0, 200)], range(EDGE, EDGE + 100), frozenset())
+    assert even is not None
+    assert (even.weights == 1).all(), "without a sample all count the same"
 
 
 def test_few_and_odd_probes_do_not_explode() -> None:
     draw = torch.Generator().manual_seed(0)
     known, residual = torch.randn(1, FEWEST, 64, generator=draw), torch.randn(1, FEWEST, 64, generator=draw)
-    weights, offset = regress(known, residual)
-    found = torch.randn(1, 100, 64, generator=draw) @ weights + offset
+    own, around = regress(known, nowhere(FEWEST), residual, torch.ones(FEWEST))
+    found = torch.randn(1, 100, 64, generator=draw) @ own + nowhere(100) @ around
     assert found.norm(dim=-1).max() < 3 * residual.norm(dim=-1).max()
-    weights, offset = regress(torch.zeros(1, 9, 4), torch.zeros(1, 9, 4))
-    assert (torch.ones(1, 3, 4) @ weights + offset).abs().max() == 0
+    own, around = regress(torch.zeros(1, 9, 4), nowhere(9), torch.zeros(1, 9, 4), torch.ones(9))
+    assert (torch.ones(1, 3, 4) @ own + nowhere(3) @ around).abs().max() == 0
 
 
 def test_only_stale_positions_move_and_the_first_layer_not_at_all(engine: KVBoost) -> None:
-    plain, _ = prepared(engine, chat(), repair=POLICY)
-    got, report = prepared(engine, chat(), repair=POLICY.with_spread())
+    plain, _ = prepared(engine, chat(), repair=UNSAMPLED)
+    got, report = prepared(engine, chat(), repair=UNSAMPLED.with_spread())
     chosen = report.repaired_positions
     assert chosen
     stale = [p for c in got.prompt.chunks for p in range(c.start, c.end) if p not in set(chosen)]
@@ -56,9 +96,22 @@ def test_only_stale_positions_move_and_the_first_layer_not_at_all(engine: KVBoos
 
 def test_spreading_forwards_no_row_more(engine: KVBoost) -> None:
     _, plain = prepared(engine, chat(), repair=POLICY)
-    _, spread = prepared(engine, chat(), repair=POLICY.with_spread())
-    assert spread.forwarded_tokens == plain.forwarded_tokens
+    for policy in (POLICY.with_spread(), UNSAMPLED.with_spread()):
+        _, spread = prepared(engine, chat(), repair=policy)
+        assert spread.forwarded_tokens == plain.forwarded_tokens
     assert spread.repaired_positions == plain.repaired_positions
+
+
+def test_the_sample_is_even_and_a_share_of_what_the_question_would_take(engine: KVBoost) -> None:
+    """With all of it sampled, every chunk gets its part, whatever the question attends to."""
+    all_sampled = replace(POLICY, sample=1.0).with_spread()
+    got, report = prepared(engine, chat(), repair=all_sampled)
+    for c in got.prompt.chunks:
+        inner = [p for p in report.repaired_positions if c.start + EDGE <= p < c.end]
+        assert abs(len(inner) - 0.3 * (c.end - c.start)) <= 2 + 0.1 * (c.end - c.start)
+    _, some = prepared(engine, chat(), repair=POLICY.with_spread())
+    _, none = prepared(engine, chat(), repair=POLICY)
+    assert some.repaired_positions != none.repaired_positions, "only where something is spread"
 
 
 def test_too_few_teachers_spread_nothing(engine: KVBoost) -> None:
@@ -70,8 +123,11 @@ def test_too_few_teachers_spread_nothing(engine: KVBoost) -> None:
 
 def test_policies_with_and_without_are_kept_apart() -> None:
     assert POLICY.recipe != POLICY.with_spread().recipe
+    assert POLICY.with_spread().recipe != UNSAMPLED.with_spread().recipe
     assert (POLICY | Repair(spread=0.5)).spread == 0.5
     assert NAMED_REPAIRS["balanced"].cap <= 0.15
     assert NAMED_REPAIRS["faithful"].cap == 0.30
     with pytest.raises(ValueError, match="spread"):
         Repair(spread=1.5)
+    with pytest.raises(ValueError, match="sample"):
+        Repair(sample=-0.1)

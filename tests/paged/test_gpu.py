@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,25 @@ def test_the_fused_kernel_is_used_and_right(dtype: torch.dtype) -> None:
     assert close(lse, exact_lse, 1e-4 if dtype == torch.float32 else 1e-2)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("rows", "keys"), [(128, 1000), (128, 64), (17, 999), (1, 65)])
+def test_the_fused_masked_kernel_is_used_and_right(rows: int, keys: int, dtype: torch.dtype) -> None:
+    """The repair mask over pages: rows at chosen positions, some that see nothing of this part."""
+    assert partial._fused_is_right("cuda", dtype, "masked")
+    query = torch.randn(4, 3, rows, 128, device="cuda", dtype=dtype)
+    key, value = torch.randn(2, 4, keys, 128, device="cuda", dtype=dtype)
+    positions = torch.linspace(-keys // 4, keys * 2, rows, device="cuda").long()
+    hidden = torch.arange(keys, device="cuda")[None] > positions[:, None]
+    out, lse = attend_part(query, key, value, 0.1, hidden)
+    exact, exact_lse = partial._eager(query.float(), key.float(), value.float(), 0.1, hidden)
+    seen = ~hidden.all(-1)
+    tolerance = 1e-4 if dtype == torch.float32 else 1e-2
+    assert (out[:, :, ~seen] == 0).all()
+    if seen.any():
+        assert close(out[:, :, seen], exact[:, :, seen], tolerance)
+        assert close(lse[:, :, seen], exact_lse[:, :, seen], tolerance)
+
+
 @pytest.mark.parametrize("family", ["llama", "mqa", "phi3"])
 def test_generation_equals_an_unlimited_cache(family: str, tmp_path: Path) -> None:
     save_tiny(tmp_path, family)
@@ -71,7 +91,9 @@ def test_everything_at_once(tmp_path: Path) -> None:
     options: dict[str, Any] = {"device": "cuda", "dtype": "float32", "store": "memory", "filler_tokens": 48}
     resident = KVBoost.from_pretrained(tmp_path, **options)
     kv = KVBudget(least_budget(resident).nbytes * 2, PAGE)
-    streamed = KVBoost.from_pretrained(tmp_path, vram=budget_for(tmp_path, 2), kv_vram=kv, **options)
+    budget = replace(budget_for(tmp_path, 2), context=1, held_tokens=1)
+    budget = replace(budget, vram=budget.vram + kv.nbytes)
+    streamed = KVBoost.from_pretrained(tmp_path, vram=budget, kv_vram=kv, **options)
     for engine in (streamed, resident):
         engine.warm(DOCS)
     for repair in REPAIRS.values():

@@ -94,3 +94,24 @@ def test_a_kernel_that_changed_its_mind_is_not_used(monkeypatch: pytest.MonkeyPa
     partial._fused_is_right.cache_clear()
     assert torch.allclose(attend_part(q, k, v, 0.3)[0], plain(q, k, v), atol=1e-5)
     partial._fused_is_right.cache_clear()
+
+
+@pytest.mark.parametrize("kind", ["open", "masked", "causal"])
+def test_the_device_kernel_is_called_as_it_wants(kind: str) -> None:
+    """On the meta device torch checks the call and gives the shapes."""
+    rows = keys = 37
+    query = torch.empty(2, 3, rows, 64, device="meta", dtype=torch.float16)
+    key = torch.empty(2, keys, 64, device="meta", dtype=torch.float16)
+    hidden = torch.zeros(rows, keys, dtype=torch.bool, device="meta") if kind == "masked" else None
+    out, lse = partial._fused(query, key, key, 0.1, hidden, kind == "causal")
+    assert (out.shape, lse.shape) == ((2, 3, rows, 64), (2, 3, rows))
+    mask = partial._additive(torch.rand(5, 37) < 0.5, torch.float16)
+    assert mask.stride(2) % partial.ALIGNED == 0
+    assert mask.shape == (1, 1, 5, 37)
+
+
+@pytest.mark.parametrize("kind", ["open", "masked", "causal"])
+def test_every_kind_is_fused_here(kind: str) -> None:
+    partial._fused_is_right.cache_clear()
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        assert partial._fused_is_right("cpu", dtype, kind)

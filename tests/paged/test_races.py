@@ -29,6 +29,45 @@ def test_any_order_of_copies(order: Any, seed: int) -> None:
     assert stats(paged)["spilled_pages"] > 0
 
 
+def budgeted_times(times: int) -> Any:
+    return lambda engine: KVBudget(times * least_budget(engine).nbytes, PAGE)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_the_next_layer_is_on_its_way(order: Any) -> None:
+    """Rows at the end, over a context on the host: every layer but the first finds its first segment under way."""
+    paged, unlimited = pair(backend=VirtualBackend(order=order), budget=budgeted_times(3))
+    ids, cache, theirs = torch.arange(10, 310), paged.adapter.new_cache(300), unlimited.adapter.new_cache(300)
+    for start, end, fetched_ahead in ((0, 240, False), (240, 260, True), (260, 280, True), (100, 280, False)):
+        before, rows = stats(paged)["prefetched_layers"], torch.arange(start, end)
+        a, b = (
+            e.adapter.forward(ids[start:end], rows, c, keep_logits=0) for e, c in ((paged, cache), (unlimited, theirs))
+        )
+        assert (a - b).abs().max() < TOLERANCE
+        # Rows on the host are written at every layer: there nothing may be fetched before.
+        layers = paged.adapter.spec.num_layers - 1 if fetched_ahead else 0
+        assert stats(paged)["prefetched_layers"] - before == layers
+    assert cache.table.host_tokens > 100
+
+
+def test_what_was_fetched_ahead_is_forgotten_when_the_host_writes() -> None:
+    paged, unlimited = pair(budget=budgeted_times(3))
+    ids, rows = torch.arange(10, 310), torch.arange(240, 260)
+    query, found = torch.randn(1, 4, 20, 16), []
+    for engine in (paged, unlimited):
+        cache = engine.adapter.new_cache(300)
+        engine.adapter.forward(ids[:240], torch.arange(240), cache)
+        engine.adapter.forward(ids[240:260], rows, cache)
+        kv = torch.ones(2, 1, 2, 20, 16)
+        cache.at(rows)
+        plan = cache.plan(rows)
+        plan.attend(0, query, *cache.update(kv[0], kv[1], 0), 0.25)  # type: ignore[attr-defined]
+        for _, _, view in cache.fill(0, 40):  # behind the back of layer 1, which is on its way
+            view.mul_(-1)
+        found.append(plan.attend(1, query, *cache.update(kv[0], kv[1], 1), 0.25))  # type: ignore[attr-defined]
+    assert (found[0] - found[1]).abs().max() < TOLERANCE
+
+
 class Forgetful(VirtualBackend):
     """Leaves out one kind of wait."""
 

@@ -42,7 +42,8 @@ def test_streaming_paging_reuse_and_repair_at_once(family: str, tmp_path: Path) 
     engine = everything(tmp_path, least_budget(dense), backend)
     for e in (engine, dense):
         e.engine.eos_ids = frozenset()
-        e.warm(DOCS)
+        e.warm(DOCS, packs=e is engine)
+    assert engine.adapter.encoded.packed_chunks == len(DOCS)
     for name, repair in REPAIRS.items():
         ours, theirs = (e.score(chat(), [40, 50, 60], repair=repair, logits=True) for e in (engine, dense))
         assert ours.logits is not None

@@ -200,7 +200,7 @@ def test_no_truncation_or_extension_gets_through() -> None:
 
 def test_what_is_not_ours_is_told_from_damage() -> None:
     data = encode_block(make_block(9))
-    for other in (b"x" * 1000, safetensors.torch.save({"kv": torch.zeros(3)}), with_header(data, b"rag/3", b"rag/4")):
+    for other in (b"x" * 1000, safetensors.torch.save({"kv": torch.zeros(3)}), with_header(data, b"rag/3", b"rag/5")):
         with pytest.raises(ForeignBlockError):
             decode_block(other)
     with pytest.raises(BlockFormatError) as caught:
@@ -318,7 +318,7 @@ def test_mutated_blocks_never_crash_nor_change_contents(data: st.DataObject, sea
         make_block(0, created_s=float("nan")),
         make_block(0, tags=("x" * 70_000,)),
         make_block(0, text="x" * (17 << 20)),
-        make_block(0, format_version=4),
+        make_block(0, format_version=5),
         replace(make_block(0), token_ids=(1 << 31, 1, 2, 3, 4, 5)),
     ],
     ids=["float64", "int8", "empty", "nan", "tags", "text", "version", "ids"],

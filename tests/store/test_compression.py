@@ -14,7 +14,8 @@ from kvboost_rag.errors import BlockFormatError, UnknownOptionError
 from kvboost_rag.kv.block import Block
 from kvboost_rag.kv.codec import decode_block, encode_block, read_header
 from kvboost_rag.kv.compress import compress
-from kvboost_rag.kv.quantize import layout_of, pack
+from kvboost_rag.kv.packing import layout_of
+from kvboost_rag.kv.quantize import pack
 from kvboost_rag.store import DiskStore, MemoryStore, TieredStore, open_store
 from tests.store.blocks import make_block, same
 from tests.store.test_codec import golden, with_header

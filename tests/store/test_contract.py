@@ -30,6 +30,8 @@ Make = Callable[[int], BlockStore]  # from a limit in bytes of what is stored
 MAKERS: dict[str, Callable[[Path], Make]] = {
     "memory": lambda folder: lambda limit: MemoryStore(limit),
     "disk": lambda folder: lambda limit: DiskStore(folder, limit),
+    "disk, zstd": lambda folder: lambda limit: DiskStore(folder, limit, compression="zstd"),
+    "disk, quotas": lambda folder: lambda limit: DiskStore(folder, limit, tenant_bytes=limit),
     "tiered": lambda folder: lambda limit: TieredStore([MemoryStore(limit), DiskStore(folder, limit)]),
     "disk behind a memory that holds nothing": lambda folder: (
         lambda limit: TieredStore([MemoryStore(0), DiskStore(folder, limit)])
@@ -39,6 +41,8 @@ MAKERS: dict[str, Callable[[Path], Make]] = {
 
 @pytest.fixture(params=list(MAKERS))
 def make(request: pytest.FixtureRequest, tmp_path: Path) -> Make:
+    if "zstd" in request.param:
+        pytest.importorskip("zstandard", reason="zstandard is not installed")
     return MAKERS[request.param](tmp_path / "store")
 
 
@@ -47,13 +51,17 @@ REMOTE: dict[str, Callable[[str, Path], BlockStore]] = {
     "remote": lambda url, folder: open_store(url, memory_bytes=0),
     "memory, remote": lambda url, folder: open_store(url),
     "memory, disk, remote": lambda url, folder: open_store(url, local=folder),
+    "quotas": lambda url, folder: open_store(url, memory_bytes=0, tenant_bytes=1 << 20, compression="zstd"),
 }
-SERVERS = {"redis": [*REMOTE], "cluster": ["remote"], "s3": ["remote"], "file": ["remote"]}
+PLAIN = ["remote", "quotas"]
+SERVERS = {"redis": [*REMOTE], "cluster": PLAIN, "s3": PLAIN, "file": PLAIN}
 
 
 @pytest.fixture(params=[*MAKERS, *(f"{kind}:{server}" for server, kinds in SERVERS.items() for kind in kinds)])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[BlockStore]:
     kind, _, server = request.param.partition(":")
+    if kind in ("disk, zstd", "quotas"):
+        pytest.importorskip("zstandard", reason="zstandard is not installed")
     if server:
         opened = REMOTE[kind](request.getfixturevalue(f"{server}_url"), tmp_path / "store")
     else:
@@ -63,7 +71,8 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[BlockStore
 
 
 def stored_bytes(store: BlockStore, block: Block) -> int:
-    return block.nbytes if isinstance(store, MemoryStore) else len(encode_block(block))
+    framed = store.stats().compression == "zstd"
+    return block.nbytes if isinstance(store, MemoryStore) else len(encode_block(block, framed=framed))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import sqlite3
 from pathlib import Path
 
 import pytest
@@ -44,6 +46,27 @@ def test_a_warm_up_on_one_machine_serves_another(remote_url: str) -> None:
         assert [c.outcome for c in report.chunks] == ["hit"] * len(DOCS)
         assert torch.equal(again.logits, done.logits)
         assert two.warm(DOCS).stored == 0
+
+
+def test_no_lock_is_held_while_the_model_runs(tmp_path: Path) -> None:
+    """Whenever the model runs, another process could write to the store: its locks are free, its index takes writes."""
+    forwards: list[int] = []
+
+    def others_can_write(*args: object) -> None:
+        with (tmp_path / ".lock").open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        other = sqlite3.connect(tmp_path / "index" / "cache.db", timeout=0, isolation_level=None)
+        other.execute("BEGIN IMMEDIATE")
+        other.execute("ROLLBACK")
+        other.close()
+        forwards.append(1)
+
+    with make_engine(store=tmp_path) as engine:
+        handle = engine.model.register_forward_pre_hook(others_can_write)
+        engine.warm(DOCS[:2])
+        engine.generate(chat(), max_new_tokens=3)
+        handle.remove()
+    assert len(forwards) > 4
 
 
 def test_an_engine_goes_on_when_its_server_dies(remote_url: str) -> None:

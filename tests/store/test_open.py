@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -112,3 +113,59 @@ def test_damage_below_does_not_reach_who_has_it_above(tmp_path: Path) -> None:
         assert same(store.get(block.key), block)
         assert [problem.kind for problem in store.check(fix=True)][:1] == ["damaged"]
         assert store.check() == []
+
+
+# -- write-back --------------------------------------------------------------------------------------------------------
+
+
+class Gate(MemoryStore):
+    """A slow tier: nothing gets in until it is opened."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open = threading.Event()
+
+    def put(self, block: Block) -> bool:
+        assert self.open.wait(30)
+        return super().put(block)
+
+
+def test_write_back_does_not_wait_for_slow_tiers_and_serves_what_waits() -> None:
+    gate, blocks = Gate(), [make_block(i) for i in range(3)]
+    with TieredStore([MemoryStore(blocks[0].nbytes), gate], write="back") as store:
+        for block in blocks:  # memory holds one of them
+            assert store.put(block)
+        for block in blocks:
+            assert store.contains(block.key)
+            assert same(store.get(block.key), block)
+        assert not store.flush(0.0)
+        gate.open.set()
+        assert store.flush()
+        assert [gate.contains(block.key) for block in blocks] == [True] * 3
+
+
+def test_write_back_gives_back_what_the_last_tier_will(tmp_path: Path) -> None:
+    block = make_block(1, tokens=40, head_dim=64)
+    with open_store(tmp_path, compression="int8", write="back") as store:
+        assert isinstance(store, TieredStore)
+        store.put(block)
+        before = store.get(block.key)
+        assert store.flush()
+        (after,) = store.tiers[-1].get_many([block.key])
+        assert isinstance(before, Block)
+        assert same(after, before)
+        assert not same(after, block)
+
+
+def test_closing_writes_what_waits(tmp_path: Path) -> None:
+    block = make_block(1)
+    with open_store(tmp_path, write="back") as store:
+        store.put(block)
+    with open_store(tmp_path) as store:
+        assert same(store.get(block.key), block)
+
+
+def test_no_other_way_to_write(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="write="):
+        open_store(tmp_path / "kv", write="never")
+    assert not (tmp_path / "kv").exists()

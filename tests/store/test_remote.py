@@ -22,6 +22,7 @@ from kvboost_rag.store.anchors import AnchorIndex
 from kvboost_rag.store.disk_files import block_name
 from kvboost_rag.store.remote_anchors import MERGE_FROM, AnchorSync
 from kvboost_rag.store.remote_link import Breaker, Link, TooLarge, Unavailable
+from kvboost_rag.store.remote_quota import MarkLedger
 from kvboost_rag.store.remote_url import open_remote, parse_url
 from tests.store.blocks import make_block, same
 from tests.store.conftest import RedisServer
@@ -73,6 +74,9 @@ class Shelf:
     def entries(self, area: str) -> Iterator[tuple[str, int]]:
         self._called("entries")
         return iter([(n, len(v)) for n, v in self.values.items() if n.startswith(f"{area}/")])
+
+    def ledger(self) -> MarkLedger:
+        return MarkLedger(self)
 
     def close(self) -> None:
         pass

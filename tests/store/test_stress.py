@@ -69,9 +69,12 @@ def test_quotas_hold_under_kills(context: Any, tmp_path: Path) -> None:
             assert all(0 < size <= 4 * one for size in used), used
 
 
-def test_every_byte_of_a_whole_store_flipped_in_turn(tmp_path: Path) -> None:
-    blocks = [make_block(i, tokens=2, layers=1) for i in range(2)]
-    with DiskStore(tmp_path, compression="int8") as store:
+@pytest.mark.parametrize("compression", ["int8", "zstd"])
+def test_every_byte_of_a_whole_store_flipped_in_turn(tmp_path: Path, compression: str) -> None:
+    if compression == "zstd":
+        pytest.importorskip("zstandard", reason="zstandard is not installed")
+    blocks = [replace(b := make_block(i, tokens=32, layers=1), kv=b.kv.clamp(1, 2)) for i in range(2)]
+    with DiskStore(tmp_path, compression=compression) as store:
         store.put(replace(blocks[1], header=replace(blocks[1].header, salt="s"), key=""))
         store.put(blocks[0])
     expected: dict[str, object] = {}

@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from kvboost_rag import KVBoost, Repair
-from kvboost_rag.errors import CapacityError, UnsupportedModelError, UsageError
+from kvboost_rag.errors import CapacityError, CheckpointError, UnsupportedModelError, UsageError
+from kvboost_rag.model.direct.files import CheckpointFiles
 from kvboost_rag.model.load import load_model
 from kvboost_rag.model.streaming.host import HostEmbedding, HostLinear
 from kvboost_rag.model.streaming.virtual import RaceError, VirtualBackend
 from kvboost_rag.plan import Budget
-from tests.awq.rtn import edit_quantization, save_awq
+from tests.awq.rtn import edit_quantization, edit_tensors, save_awq
 from tests.engine.helpers import DOCS, TOLERANCE, chat, full_prefill_gap, prepared
 from tests.streaming.helpers import IDS, budget_for, load_streamed, logits, streamed_engine
 from tests.tiny import save_tiny, tiny_model
@@ -110,6 +111,35 @@ def test_memory_of_the_host_is_the_streamed_layers_once(tmp_path: Path, monkeypa
     assert everything * 0.9 < memory.peak < everything + plan.slot_bytes
 
 
+class Measured(VirtualBackend):
+    """A bus of a known speed, on which the host never waits."""
+
+    def measure(self, target: torch.Tensor, source: torch.Tensor) -> float | None:
+        return source.numel() / 25e9
+
+    def synchronize(self, event: Any) -> None:
+        raise AssertionError("the host waits inside a forward")
+
+
+def test_the_speed_to_expect_is_told_before_anything_runs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save_tiny(tmp_path)
+    with caplog.at_level("INFO"):
+        model = load_streamed(tmp_path, budget_for(tmp_path, 1), Measured())
+    expected = model.kvboost_plan.tokens_per_s(25e9)
+    assert "25.0 GB/s measured" in caplog.text
+    assert f"at most {expected:.2f} tokens/s" in caplog.text
+    assert model.kvboost_streamer.stats.probed_gb_per_s == pytest.approx(25)
+    assert model.kvboost_streamer.stats.layers_run == 0
+
+
+def test_the_host_never_waits_inside_forwards(tmp_path: Path) -> None:
+    save_tiny(tmp_path)
+    model = load_streamed(tmp_path, budget_for(tmp_path, 0), Measured(order="late"))
+    for _ in range(3):
+        assert (logits(model) - logits(tiny_model())).abs().max() < TOLERANCE
+    check_counters(model, resident=0, forwards=3)
+
+
 # --- tables on the host -------------------------------------------------------------------------------------
 
 
@@ -137,6 +167,18 @@ def test_enough_memory_streams_nothing(tmp_path: Path) -> None:
     model = load_streamed(tmp_path, Budget(vram=1 << 30, reserve=0, workspace=0))
     assert model.kvboost_streamer is None
     assert (logits(model) - logits(tiny_model("llama"))).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_copies_and_stalls_are_timed(order: Any, tmp_path: Path) -> None:
+    save_tiny(tmp_path)
+    model = load_streamed(tmp_path, budget_for(tmp_path, 0), VirtualBackend(order=order))
+    for _ in range(5):
+        logits(model)
+    stats = model.kvboost_streamer.stats
+    assert stats.timed_bytes > 0.5 * stats.bytes_copied
+    assert stats.copy_s > 0
+    assert stats.gb_per_s is not None
 
 
 # --- reuse and repair ---------------------------------------------------------------------------------------
@@ -331,13 +373,39 @@ def test_page_locking_falls_back_and_says_so(
 
 def test_host_memory_too_small_is_refused_before_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_tiny(tmp_path)
-    from kvboost_rag.model.direct.files import CheckpointFiles
-
     monkeypatch.setattr(CheckpointFiles, "read_into", lambda *a: pytest.fail("weights were read"))
     with pytest.raises(CapacityError, match=r"needs \S+ GiB of host memory.*\S+ GiB are available"):
         load_streamed(tmp_path, budget_for(tmp_path, 0, host=1000))
     with pytest.raises(CapacityError, match="at least"):
         load_streamed(tmp_path, Budget(vram=1000, context=1, reserve=0, workspace=0))
+
+
+@pytest.mark.parametrize("damage", ["shard", "shape", "short", "config", "gone"])
+def test_damage_is_named_before_anything_is_read_or_pinned(
+    damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_awq(tmp_path, shards=3)
+    budget, second = budget_for(tmp_path, 0), tmp_path / "model-00002-of-00003.safetensors"
+    if damage == "shard":
+        second.unlink()
+    elif damage == "short":
+        second.write_bytes(second.read_bytes()[:-1])
+    elif damage == "config":
+        edit_quantization(tmp_path, version="gemv")
+    else:
+        save_awq(tmp_path)
+        (tmp_path / "model.safetensors.index.json").unlink()
+        name = "model__layers__2__mlp__up_proj__scales"
+        edit_tensors(tmp_path, **{name: None if damage == "gone" else torch.zeros(3, 8, dtype=torch.float16)})
+    monkeypatch.setattr(CheckpointFiles, "read_into", lambda *a: pytest.fail("weights were read"))
+    expected = {
+        "shard": "lacks 1 of 3 weight files.*00002", "shape": r"up_proj\.scales has the shape \[3, 8\]",
+        "short": "00002.* is damaged or cut short", "config": "gemv", "gone": r"layers\.2\.mlp\.up_proj",
+    }  # fmt: skip
+    backend = VirtualBackend()
+    with pytest.raises(CheckpointError, match=expected[damage]):
+        load_streamed(tmp_path, budget, backend)
+    assert (backend.locked, backend.allocated) == (0, 0)
 
 
 def test_a_device_with_less_free_than_planned(tmp_path: Path) -> None:

@@ -34,6 +34,8 @@ class FakeEncoder:
 
     bytes_per_token = 8
     max_chunk_tokens = 100
+    packs = False
+    max_batch_tokens: int | None = None
 
     def __init__(self, store: MemoryStore | None = None, head: str | None = None) -> None:
         self.store = store if store is not None else MemoryStore()

@@ -28,3 +28,13 @@ def test_equal_lengths_fill_whole_batches() -> None:
 
 def test_no_chunks_give_no_batches() -> None:
     assert group([], 100) == []
+
+
+@given(LENGTHS, st.integers(1, 4000))
+def test_packed_batches_have_a_bound_and_no_padding(lengths: list[int], batch_tokens: int) -> None:
+    batches = group(lengths, batch_tokens, packed=True)
+    assert sorted(i for batch in batches for i in batch) == list(range(len(lengths)))
+    sizes = [sum(lengths[i] for i in batch) for batch in batches]
+    assert all(n <= batch_tokens or len(batch) == 1 for n, batch in zip(sizes, batches, strict=True))
+    # Two neighbours never fit into one.
+    assert all(a + lengths[b[0]] > batch_tokens for a, b in zip(sizes, batches[1:], strict=False))

@@ -246,6 +246,20 @@ def test_tags_are_on_every_block() -> None:
     assert block.header.tags == ("handbook",)  # type: ignore[union-attr]
 
 
+def test_a_document_s_blocks_can_be_deleted_by_its_name(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "alpha one", "id": "a-1"}\n{"text": "alpha two", "id": "a-2"}\n')
+    (tmp_path / "b.jsonl").write_text('{"text": "beta one"}\n{"text": "alpha two", "id": "elsewhere"}\n')
+    encoder = FakeEncoder()
+    warm(encoder, Corpus([tmp_path / "a.jsonl", tmp_path / "b.jsonl"]), tags=("both",))
+    store = encoder.store
+    tags = sorted(store.get(key).header.tags for key in store.keys())  # type: ignore[union-attr]
+    a, b = str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")
+    assert tags == [("both", a, "a-1"), ("both", a, "a-2"), ("both", b)]
+    assert store.delete_tagged("a-1") == 1
+    assert store.delete_tagged(a) == 1
+    assert store.delete_tagged("both") == 1
+
+
 def test_merged_counts_add_up_and_shared_problems_are_told_once() -> None:
     shared = InputProblem("a.pdf", None, "unreadable")
     own = InputProblem("b.txt", 3, "too long")
@@ -362,3 +376,20 @@ def test_plan_of_nothing_new_takes_no_time() -> None:
 def test_plan_of_shards_adds_up() -> None:
     parts = [plan(TEXTS, FakeEncoder(), shard=(i, 3), probe=False) for i in (1, 2, 3)]
     assert sum(part.tokens for part in parts) == plan(TEXTS, FakeEncoder(), probe=False).tokens
+
+
+@pytest.mark.parametrize("packs", [False, True])
+def test_what_one_forward_may_take_bounds_every_batch(packs: bool) -> None:
+    encoder = FakeEncoder()
+    encoder.packs, encoder.max_batch_tokens = packs, 70
+    assert warm(encoder, TEXTS).stored == len(TEXTS)
+    sizes = [sum(lengths) if packs else len(lengths) * max(lengths) for _, lengths in encoder.batches]
+    assert max(sizes) <= 70
+    assert any(len(set(lengths)) > 3 for _, lengths in encoder.batches) == packs, "other lengths share a packed row"
+
+
+def test_packed_batches_are_halved_when_memory_runs_out() -> None:
+    encoder = FakeEncoder()
+    encoder.packs, encoder.slots_limit = True, 120
+    report = warm(encoder, TEXTS, batch_tokens=1000)
+    assert (report.stored, report.failed) == (len(TEXTS), 0)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from kvboost_rag.errors import CheckpointError
+from kvboost_rag.model.awq import installed
 from kvboost_rag.model.awq.pack import PACK, dequantize
 
 logger = logging.getLogger(__name__)
@@ -76,10 +77,18 @@ class AwqLinear(nn.Module):
 
 def matmul(x: torch.Tensor, qweight: torch.Tensor, qzeros: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """``x [M, K]`` times the packed weight: ``[M, N]`` in the dtype of ``x``."""
-    kernel = _kernel() if x.is_cuda and x.dtype in (torch.float16, torch.bfloat16) else None
-    if kernel is not None:
-        return kernel.matmul(x, qweight, qzeros, scales)  # type: ignore[no-any-return]
+    if _on_gpu(x) and x.dtype in (torch.float16, torch.bfloat16):
+        kernel = _kernel(x.device)
+        if kernel is not None:
+            return kernel.matmul(x, qweight, qzeros, scales)  # type: ignore[no-any-return]
+        other = installed.autoawq(x.device) if installed.takes(x, scales) else None
+        if other is not None:
+            return other(x, qweight, qzeros, scales)
     return matmul_torch(x, qweight, qzeros, scales)
+
+
+def _on_gpu(x: torch.Tensor) -> bool:
+    return x.is_cuda
 
 
 def matmul_torch(x: torch.Tensor, qweight: torch.Tensor, qzeros: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -94,15 +103,20 @@ def matmul_torch(x: torch.Tensor, qweight: torch.Tensor, qzeros: torch.Tensor, s
     return out
 
 
-@lru_cache(maxsize=1)
-def _kernel() -> Any:
-    """The Triton module, or None where it cannot be used (said once)."""
+@lru_cache
+def _kernel(device: torch.device) -> Any:
+    """The Triton module, or None where it cannot be used on this device (said once)."""
     if importlib.util.find_spec("triton") is None:
-        logger.info("triton is not installed: AWQ layers run through torch, more slowly")
+        logger.info("triton is not installed: AWQ layers run through autoawq's kernel or torch, more slowly")
         return None
     try:
         from kvboost_rag.model.awq import kernel
     except Exception as e:  # a triton that does not fit this torch or driver fails in many ways
-        logger.warning("the triton kernels cannot be loaded (%s): AWQ layers run through torch, more slowly", e)
+        logger.warning("the triton kernels cannot be loaded (%s): AWQ layers run more slowly", e)
         return None
+    for product, rows in ((kernel.fused, 5), (kernel.dequantized, 70)):
+        problem = installed.disagreement(product, device, rows)
+        if problem:
+            logger.warning("the triton kernels are not used on %s (%s): AWQ layers run more slowly", device, problem)
+            return None
     return kernel

@@ -65,7 +65,7 @@ class PagedPlan(CausalPlan):
         # The queries leave first: the device's part is then enqueued, and runs while the CPU attends to the rest.
         own = folded.cpu() if self.on_cpu else folded
         first = self.cache.table.host_tokens if self.on_cpu else 0
-        for start, end, keys, values in self.cache.layer_stretches(layer, first, self.kv_length):
+        for start, end, keys, values in self.cache.layer_stretches(layer, first, self.kv_length, ahead=True):
             self._part(merge, folded, start, end, keys, values, scaling, last=layer == self.last_layer)
         if self.on_cpu:
             self._host_part(merge, layer, own, scaling)

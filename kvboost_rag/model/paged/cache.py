@@ -67,9 +67,15 @@ class PagedCache(KVCache):
         for a, b, place in self.table.device_pieces(start, end):
             yield a, b, self.pool.kv[:, :, :, place : place + b - a]
 
-    def layer_stretches(self, layer: int, start: int, end: int, *, write: bool = False) -> Iterator[LayerStretch]:
+    def layer_stretches(
+        self, layer: int, start: int, end: int, *, write: bool = False, ahead: bool = False
+    ) -> Iterator[LayerStretch]:
+        """``ahead``: the same stretch of the next layer will be asked for next."""
         pieces = list(self.table.host_pieces(start, end))
-        layers = self.pool.courier.stream([segment.kv[layer] for _, _, segment, _ in pieces])
+        # Rows that are written to host memory at every layer would overtake what was fetched before.
+        ahead = ahead and bool(pieces) and not self._host_rows and layer + 1 < len(self)
+        following = pieces[0][2].kv[layer + 1] if ahead else None
+        layers = self.pool.courier.stream([segment.kv[layer] for _, _, segment, _ in pieces], following)
         for (a, b, segment, offset), kv in zip(pieces, layers, strict=True):
             here = slice(offset, offset + b - a)
             yield a, b, kv[0, :, here], kv[1, :, here]

@@ -2,7 +2,9 @@
 
 Out: a page is gathered into a buffer on the device (its slot is free from then on), copied to page-locked memory, and
 laid into its segment once the copy has happened: when the buffer is needed again, or the segment is read or written.
-In: one layer of a segment after the other passes through two buffers, the next one on its way while one is used.
+In: one layer of a segment after the other passes through two buffers, the next one on its way while one is used. Behind
+a layer's last segment comes the next layer's first, which is on its way while the layer's MLP runs; it is forgotten as
+soon as anything is written to host memory.
 """
 
 from __future__ import annotations
@@ -33,7 +35,10 @@ class Courier:
         self._in = [backend.empty(sizes.segment_layer_bytes) for _ in range(IN_SLOTS)]
         self._ready = [backend.event() for _ in range(IN_SLOTS)]
         self._free = [backend.event() for _ in range(IN_SLOTS)]
+        for free in self._free:  # this memory may have been others' before, whose last use is enqueued but not over
+            backend.record(free, "compute")
         self._next_in = 0
+        self._ahead: tuple[int, int] | None = None  # (address, slot) of what was sent for before anyone asked
 
     def _host(self, nbytes: int) -> torch.Tensor:
         pinned = self.backend.pinned(nbytes)
@@ -62,20 +67,22 @@ class Courier:
             self._land()
 
     def _land(self) -> None:
+        self._ahead = None
         s, land = self._pending[0]
         self.backend.synchronize(self._landed[s])
         self._pending.popleft()
         land(self._landing[s])
 
-    def stream(self, sources: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-        """Each of ``sources`` (one layer of a segment) on the device, valid until the next one is asked for."""
-        if sources:
-            self.settle()
-        slots = [self._load(source) for source in sources[:1]]
-        for i, source in enumerate(sources):
-            if i + 1 < len(sources):
-                slots.append(self._load(sources[i + 1]))
-            s = slots[i]
+    def stream(self, sources: Sequence[torch.Tensor], following: torch.Tensor | None = None) -> Iterator[torch.Tensor]:
+        """Each of ``sources`` (one layer of a segment) on the device, valid until the next one is asked for.
+        ``following``: what the next call will probably begin with."""
+        if not sources:
+            return
+        self.settle()
+        slot = self._sent_for(sources[0])
+        coming = [*sources[1:], following]
+        for source, after in zip(sources, coming, strict=True):
+            s, slot = slot, -1 if after is None else self._load(after)
             self.backend.wait("compute", self._ready[s])
             self.backend.use(self._in[s])
             try:
@@ -83,6 +90,16 @@ class Courier:
             finally:
                 self.backend.done(self._in[s])
                 self.backend.record(self._free[s], "compute")
+        if following is not None:
+            self._ahead = (following.data_ptr(), slot)
+
+    def _sent_for(self, source: torch.Tensor) -> int:
+        """The slot that ``source`` is on its way to, since before or from now on."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is None or ahead[0] != source.data_ptr():
+            return self._load(source)
+        self.stats.prefetched_layers += 1
+        return ahead[1]
 
     def _load(self, source: torch.Tensor) -> int:
         s = self._next_in
@@ -97,5 +114,6 @@ class Courier:
     def quiet(self) -> None:
         """No copy reads or writes host memory when this returns: the host may write there."""
         self.settle()
+        self._ahead = None
         for event in self._ready:
             self.backend.synchronize(event)

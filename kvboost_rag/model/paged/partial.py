@@ -12,25 +12,36 @@ from __future__ import annotations
 
 import logging
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 logger = logging.getLogger(__name__)
 
+ALIGNED = 16
+Kind = Literal["open", "masked", "causal"]  # all rows see all keys; a mask; row i sees keys up to i
 Partial = tuple[torch.Tensor, torch.Tensor]  # o [Hkv, G, R, D], l [Hkv, G, R], both fp32
 
 
 def attend_part(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, hidden: torch.Tensor | None = None
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scaling: float,
+    hidden: torch.Tensor | None = None,
+    *,
+    causal: bool = False,
 ) -> Partial:
     """``query [Hkv, G, R, D]`` over ``key, value [Hkv, m, D]``; ``hidden [R, m]`` (bool) masks keys per row. Rows
-    without any key get zeros and ``-inf``."""
-    if _fused_is_right(query.device.type, query.dtype) and (hidden is None or query.device.type == "cpu"):
-        out, lse = _fused(query, key, value, scaling, hidden)
+    without any key get zeros and ``-inf``. ``causal`` (R = m, nothing else hidden): row i sees keys up to i."""
+    kind: Kind = "causal" if causal else "masked" if hidden is not None else "open"
+    if _fused_is_right(query.device.type, query.dtype, kind):
+        out, lse = _fused(query, key, value, scaling, hidden, causal)
     else:
+        if causal:
+            hidden = torch.ones(key.shape[1], key.shape[1], dtype=torch.bool, device=key.device).triu_(1)
         out, lse = _eager(query, key, value, scaling, hidden)
-    if hidden is not None:
+    if hidden is not None and not causal:
         blind = hidden.all(-1)  # kernels differ in what they make of such rows
         out, lse = out.masked_fill(blind[:, None], 0.0), lse.masked_fill(blind, float("-inf"))
     return out, lse
@@ -68,44 +79,65 @@ def _eager(
 
 
 def _fused(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, hidden: torch.Tensor | None
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scaling: float,
+    hidden: torch.Tensor | None,
+    causal: bool = False,
 ) -> Partial:
     """torch's own kernels, which know their log-sum-exp but have no public function that returns it."""
     aten: Any = torch.ops.aten
     groups, rows = query.shape[1], query.shape[2]
-    if hidden is None:  # the rows of a group share their keys: one longer query
+    fold = hidden is None and not causal
+    if fold:  # the rows of a group share their keys: one longer query
         query, key, value = query.flatten(1, 2)[None], key[None], value[None]
     else:
         key, value = (x.unsqueeze(1).expand(-1, groups, -1, -1) for x in (key, value))
+    mask = None if hidden is None else _additive(hidden, query.dtype)
     if query.device.type == "cpu":
-        mask = None
-        if hidden is not None:
-            mask = torch.zeros(hidden.shape, dtype=query.dtype).masked_fill_(hidden, float("-inf"))[None, None]
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, 0.0, False, attn_mask=mask, scale=scaling
+            query, key, value, 0.0, causal, attn_mask=mask, scale=scaling
         )
     else:
+        if mask is not None:
+            mask = mask.expand(query.shape[0], groups, -1, -1)
         out, lse, _, _ = aten._scaled_dot_product_efficient_attention(
-            query, key, value, None, True, 0.0, False, scale=scaling
+            query, key, value, mask, True, 0.0, causal, scale=scaling
         )
         lse = lse[..., : query.shape[2]]  # padded
-    if hidden is None:
+    if fold:
         out, lse = out[0].unflatten(1, (groups, rows)), lse[0].unflatten(1, (groups, rows))
     return out.float(), lse.float()
 
 
+def _additive(hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``[1, 1, R, m]``: minus infinity where ``hidden [R, m]``; rows begin at multiples of 16 values, as the device's
+    kernel wants them."""
+    rows, keys = hidden.shape
+    whole = torch.zeros(rows, -(-keys // ALIGNED) * ALIGNED, dtype=dtype, device=hidden.device)
+    return whole[:, :keys].masked_fill_(hidden, float("-inf"))[None, None]
+
+
 @lru_cache
-def _fused_is_right(device: str, dtype: torch.dtype) -> bool:
-    """Ask once per kind of device: those functions may change with torch's version."""
+def _fused_is_right(device: str, dtype: torch.dtype, kind: Kind = "open") -> bool:
+    """Ask once per kind of device and of call: those functions may change with torch's version."""
     generator = torch.Generator().manual_seed(0)
-    query, key, value = (torch.randn(2, *shape, 64, generator=generator) for shape in ((3, 5), (40,), (40,)))
-    hidden = torch.rand(5, 40, generator=generator) < 0.5 if device == "cpu" else None
-    given = [t.to(device, dtype) for t in (query, key, value)]
-    expected = _eager(given[0], given[1], given[2], 0.125, hidden)
+    rows, keys = (75, 75) if kind == "causal" else (70, 187)
+    shapes = ((3, rows), (keys,), (keys,))
+    query, key, value = (torch.randn(2, *shape, 64, generator=generator).to(device, dtype) for shape in shapes)
+    hidden = None
+    if kind == "causal":
+        hidden = torch.ones(rows, keys, dtype=torch.bool).triu_(1).to(device)
+    elif kind == "masked":
+        hidden = torch.rand(rows, keys, generator=generator) < 0.5
+        hidden[5:9, :150] = True  # nothing of the first keys, which kernels take a block at a time
+        hidden = hidden.to(device)
+    expected = _eager(query, key, value, 0.125, hidden)
     try:
-        found = _fused(given[0], given[1], given[2], 0.125, hidden)
+        found = _fused(query, key, value, 0.125, None if kind == "causal" else hidden, kind == "causal")
     except (AttributeError, RuntimeError, TypeError, ValueError) as e:
-        logger.info("torch's fused attention is not used over pages on %s: %s", device, e)
+        logger.info("torch's fused attention (%s) is not used over parts of the keys on %s: %s", kind, device, e)
         return False
     return all(
         torch.allclose(a, b, atol=1e-4 if dtype == torch.float32 else 2e-2)

@@ -11,7 +11,8 @@ class PagedStats:
 
     ``spilled_pages`` were moved from the device to the host, ``placed_pages`` began there (a long prompt's first ones).
     ``bytes_out`` left the device, ``bytes_in`` came back for forwards over many rows. ``host_attended_tokens``:
-    positions that the CPU attended to, per decoded token; ``streamed_tokens``: positions that came back, per forward.
+    positions that the CPU attended to, per decoded token; ``streamed_tokens``: positions that came back, per forward;
+    ``prefetched_layers``: layers whose first segment was on its way before they began.
     """
 
     pages: int
@@ -27,6 +28,7 @@ class PagedStats:
     bytes_in: int = 0
     host_attended_tokens: int = 0
     streamed_tokens: int = 0
+    prefetched_layers: int = 0
 
     def as_dict(self) -> dict[str, object]:
         """For reports."""

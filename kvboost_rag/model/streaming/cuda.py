@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from typing import Any
 
@@ -44,9 +45,14 @@ class CudaBackend:
             code = int(runtime.cudaHostRegister(block.data_ptr(), block.numel(), 0))
         if code:
             logger.info("cudaHostRegister of %.2f GiB was refused (error %d)", block.numel() / 2**30, code)
-            # The runtime remembers its last error and the next launch would report it as its own.
-            getattr(runtime, "cudaGetLastError", lambda: None)()
+            self._forget_error()
         return code == 0
+
+    def _forget_error(self) -> None:
+        """The runtime remembers its last error, and the next kernel's launch would report it as its own: launch one
+        that may. (torch has no call for it.)"""
+        with contextlib.suppress(RuntimeError):
+            torch.empty(1, device=self.device).fill_(1.0)
 
     def unregister(self, block: torch.Tensor) -> None:
         runtime: Any = torch.cuda.cudart()
@@ -88,6 +94,7 @@ class CudaBackend:
         return float(start.elapsed_time(end)) / 1e3 if end.query() else None
 
     def measure(self, target: torch.Tensor, source: torch.Tensor) -> float | None:
+        torch.cuda.synchronize(self.device)  # what was enqueued may still use this memory
         best = float("inf")
         for _ in range(3):
             start, end = self.event(), self.event()

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 class StreamStats:
     """Counters since loading. Seconds come from events that have happened; nothing waits for them.
 
+    ``probed_gb_per_s`` is what one copy reached while loading, before anything ran (None: not measured).
     ``late_fetches`` are copies that were started only when the layer was due: none in a steady run; a forward that
     was left early costs up to one per slot.
     """
@@ -17,6 +18,7 @@ class StreamStats:
     streamed_layers: int
     slots: int
     pinned: str = ""
+    probed_gb_per_s: float | None = None
     layers_run: int = 0  # streamed layers that were computed
     copies: int = 0
     bytes_copied: int = 0

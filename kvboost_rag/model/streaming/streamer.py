@@ -63,7 +63,9 @@ class LayerStreamer:
 
     def start(self) -> None:
         """Fill the slots for the first forward."""
-        for j in range(len(self._slots)):
+        for j, free in enumerate(self._free):
+            # The slots' memory may have been others' before, whose last use is enqueued but not over.
+            self.backend.record(free, "compute")
             self._fetch(j)
 
     def probe(self) -> float | None:
@@ -72,7 +74,9 @@ class LayerStreamer:
             return None
         source = self._blobs[0]
         seconds = self.backend.measure(self._slots[0][: source.numel()], source)
-        return source.numel() / seconds if seconds else None
+        rate = source.numel() / seconds if seconds else None
+        self._stats.probed_gb_per_s = rate / 1e9 if rate else None
+        return rate
 
     # -- called around each streamed layer -----------------------------------------------------------------------------
 

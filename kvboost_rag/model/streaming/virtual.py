@@ -114,7 +114,7 @@ class VirtualBackend:
         event.clock = dict(self._clocks[stream])
         event.ticket, event.at = -1, None
         if stream == "copy":
-            event.ticket = self._enqueue(_Op(0, event=event))
+            self._enqueue(_Op(0, event=event))
         else:
             event.at = time.perf_counter()
 
@@ -171,15 +171,16 @@ class VirtualBackend:
 
     # -- the copy queue ------------------------------------------------------------------------------------------------
 
-    def _enqueue(self, op: _Op) -> int:
+    def _enqueue(self, op: _Op) -> None:
         self._tickets += 1
         op.ticket = self._tickets
+        if op.event is not None:
+            op.event.ticket = op.ticket  # before it runs, which may be at once
         self._queue.append(op)
         if self.order == "early":
             self._run_to(self._tickets)
         elif self.order == "random":
             self._run_to(self._random.randint(self._done, self._tickets))
-        return self._tickets
 
     def _run_to(self, ticket: int) -> None:
         while self._queue and self._queue[0].ticket <= ticket:

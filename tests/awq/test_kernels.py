@@ -1,0 +1,134 @@
+"""Which kernel multiplies packed weights; Triton's own in its interpreter, where Triton is installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kvboost_rag.model.awq import installed, linear
+from kvboost_rag.model.awq.linear import matmul, matmul_torch
+from tests.awq.rtn import quantize
+
+CPU = torch.device("cpu")
+
+
+def gemm(x: Any, qweight: Any, scales: Any, qzeros: Any, split: int) -> torch.Tensor:
+    """What the extension computes, in its order of arguments."""
+    return matmul_torch(x, qweight, qzeros, scales)
+
+
+def broken(*args: Any) -> torch.Tensor:
+    raise RuntimeError("CUDA error: no kernel image is available")
+
+
+@pytest.fixture(autouse=True)
+def _ask_again() -> Any:
+    installed.autoawq.cache_clear()
+    yield
+    installed.autoawq.cache_clear()
+
+
+def install(monkeypatch: pytest.MonkeyPatch, function: Any) -> None:
+    monkeypatch.setitem(sys.modules, "awq_ext", SimpleNamespace(gemm_forward_cuda=function))  # type: ignore[arg-type]
+
+
+def test_autoawq_is_used_where_it_is_installed_and_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+
+    def counting(*args: Any) -> torch.Tensor:
+        calls.append(args[0].shape[0])
+        return gemm(*args)
+
+    install(monkeypatch, counting)
+    monkeypatch.setattr(linear, "_on_gpu", lambda x: True)
+    monkeypatch.setattr(linear, "_kernel", lambda device: None)
+    packed = quantize(torch.randn(64, 128), 32)
+    x = torch.randn(7, 128).half()
+    assert torch.equal(matmul(x, *packed), matmul_torch(x, *packed))
+    assert calls == [5, 7], "asked once whether it is right, then used"
+    matmul(x.float(), *packed)
+    matmul(x.bfloat16(), *packed)
+    matmul(torch.randn(2000, 128).half(), *packed)
+    matmul(x, *quantize(torch.randn(40, 128), 32))
+    assert calls == [5, 7], "not for other types, many rows, or columns that it has no tiles for"
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"), [(broken, "no kernel image"), (lambda *a: gemm(*a) + 1, "its result is wrong")]
+)
+def test_autoawq_is_not_trusted(
+    function: Any, reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    install(monkeypatch, function)
+    assert installed.autoawq(CPU) is None
+    assert reason in caplog.text
+
+
+def test_autoawq_is_not_needed() -> None:
+    assert importlib.util.find_spec("awq_ext") is not None or installed.autoawq(CPU) is None
+
+
+def test_triton_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, broken)
+    monkeypatch.setattr(linear, "_on_gpu", lambda x: True)
+    monkeypatch.setattr(linear, "_kernel", lambda device: SimpleNamespace(matmul=lambda *a: "triton"))
+    assert matmul(torch.randn(3, 128).half(), *quantize(torch.randn(64, 128), 32)) == "triton"
+
+
+@pytest.mark.parametrize(
+    ("fused", "dequantized", "used"),
+    [
+        (matmul_torch, matmul_torch, True),
+        (broken, matmul_torch, False),
+        (matmul_torch, lambda *a: matmul_torch(*a) * 1.1, False),
+    ],
+)
+def test_triton_is_tried_before_it_is_trusted(
+    fused: Any, dequantized: Any, used: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    module = SimpleNamespace(fused=fused, dequantized=dequantized)
+    monkeypatch.setitem(sys.modules, "kvboost_rag.model.awq.kernel", module)  # type: ignore[arg-type]
+    monkeypatch.setattr("kvboost_rag.model.awq.kernel", module, raising=False)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
+    linear._kernel.cache_clear()
+    assert (linear._kernel(CPU) is module) == used
+    assert ("not used on cpu" in caplog.text) != used
+    linear._kernel.cache_clear()
+
+
+INTERPRETED = """
+import torch
+from kvboost_rag.model.awq import kernel
+from kvboost_rag.model.awq.linear import matmul_torch
+from tests.awq.rtn import quantize
+torch.manual_seed(0)
+for group in (32, 128, -1):
+    packed = quantize(torch.randn(136, 256), group)
+    for rows in (1, 17, 64, 65):
+        x = torch.randn(rows, 256)
+        exact = matmul_torch(x, *packed)
+        gap = (kernel.matmul(x, *packed) - exact).abs().max() / exact.abs().max()
+        assert gap < 1e-5, (group, rows, gap)
+        half = kernel.matmul(x.half(), *packed).float()
+        assert (half - exact).abs().max() < 5e-3 * exact.abs().max(), (group, rows)
+print("as the torch path")
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+def test_the_triton_kernels_in_the_interpreter() -> None:
+    """The interpreter is switched on before triton is imported: a process of its own."""
+    run = subprocess.run(
+        [sys.executable, "-c", INTERPRETED], capture_output=True, text=True, check=False,
+        env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+    )  # fmt: skip
+    if "only 0-dimensional arrays" in run.stderr:
+        pytest.skip("this triton's interpreter is older than this numpy")
+    assert "as the torch path" in run.stdout, run.stderr[-2000:]

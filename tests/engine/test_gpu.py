@@ -1,0 +1,91 @@
+"""Packed warm-up chunks on a real device. Not run by the tests' usual machine: `make gpu-check`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvboost_rag import KVBoost
+from kvboost_rag.model import packed
+from kvboost_rag.model.kernels import choose_kernel
+from kvboost_rag.model.packed import Segments, choose_packed, one_by_one
+from kvboost_rag.model.paged import partial
+from tests.engine.helpers import DOCS, chat, plain_ids
+from tests.tiny import save_tiny
+
+pytestmark = pytest.mark.gpu
+
+
+def close(a: torch.Tensor, b: torch.Tensor, tolerance: float) -> bool:
+    """Largest difference, relative to the largest value."""
+    return bool((a.float() - b.float()).abs().max() <= tolerance * b.float().abs().max())
+
+
+def engine_of(path: Path, family: str, dtype: str, **shape: Any) -> KVBoost:
+    save_tiny(path, family, **shape)
+    return KVBoost.from_pretrained(path, device="cuda", dtype=dtype, store="memory", filler_tokens=48)
+
+
+def chunks_of(engine: KVBoost) -> list[tuple[int, ...]]:
+    ids = plain_ids(engine.tokenizer, " ".join(DOCS) * 4)
+    return [tuple(ids[7 * i : 7 * i + n]) for i, n in enumerate((1, 37, 200, 64, 129))]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("family", ["llama", "mqa", "qwen3", "phi3", "yarn"])
+def test_packed_blocks_are_those_of_single_chunks(family: str, dtype: str, tmp_path: Path) -> None:
+    engine = engine_of(tmp_path, family, dtype, head_dim=64)
+    chunks = chunks_of(engine)
+    encoder = engine.encoder()
+    assert encoder.packs, "on CUDA it is the default"
+    together = encoder.encode(chunks)
+    assert engine.adapter.encoded.packed_chunks == len(chunks)
+    single = engine.encoder(packs=False)
+    for chunk, block in zip(chunks, together, strict=True):
+        assert close(block.kv, single.encode([chunk])[0].kv, 1e-4 if dtype == "float32" else 5e-2)
+    other = [*chunks[:2], tuple(reversed(chunks[2])), *chunks[3:]]
+    for i, (a, b) in enumerate(zip(together, encoder.encode(other), strict=True)):
+        assert torch.equal(a.kv, b.kv) == (i != 2), "a changed chunk changes no bit of another"
+
+
+def test_a_flash_kernel_packs_where_one_serves() -> None:
+    kernel = choose_kernel("auto", torch.device("cuda"), torch.bfloat16, (28, 4), 128)
+    found = choose_packed(kernel.name, torch.device("cuda"), torch.bfloat16, (28, 4), 128)
+    print(kernel.name, kernel.reason, found.name, found.reason)
+    if kernel.name == "sdpa":
+        pytest.skip(kernel.reason)
+    assert found.name == kernel.name
+
+
+@pytest.mark.parametrize("name", ["flash-attn", "varlen"])
+@pytest.mark.parametrize("heads", [(28, 4), (32, 32), (40, 8)])
+def test_flash_over_many_segments(name: str, heads: tuple[int, int]) -> None:
+    device, dtype = torch.device("cuda"), torch.bfloat16
+    found = choose_packed(name, device, dtype, heads, 128)
+    if found.name != name:
+        pytest.skip(found.reason)
+    lengths, total = (1, 300, 17, 512, 128, 5), 963
+    q = torch.randn(total, heads[0], 128, device=device, dtype=dtype).transpose(0, 1)
+    q = q.reshape(heads[1], heads[0] // heads[1], total, 128)
+    for keys, causal in ((lengths, True), ((264,), False)):
+        k, v = (torch.randn(sum(keys), heads[1], 128, device=device, dtype=dtype).transpose(0, 1) for _ in range(2))
+        segments = Segments.of(lengths if causal else (total,), keys, device, causal=causal)
+        exact = one_by_one(q.float(), k.float(), v.float(), segments, 128**-0.5)
+        for a, b in zip(packed._KERNELS[name](q, k, v, segments, 128**-0.5), exact, strict=True):
+            assert close(a, b, 2e-2)
+
+
+def test_the_fused_causal_kernel_is_used() -> None:
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        assert partial._fused_is_right("cuda", dtype, "causal")
+
+
+def test_answers_over_packed_blocks(tmp_path: Path) -> None:
+    engine = engine_of(tmp_path, "qwen2", "bfloat16", head_dim=64)
+    report = engine.warm(DOCS)
+    assert report.stored == len(DOCS)
+    assert engine.adapter.encoded.packed_chunks == len(DOCS)
+    assert engine.generate(chat(), max_new_tokens=4).report.hits == len(DOCS)
