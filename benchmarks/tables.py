@@ -36,6 +36,7 @@ OVERVIEW = (
     ("fidelity-multineedle", "two needles, 8 × 128"),
     ("fidelity-twohop", "two hops, 8 × 128"),
     ("fidelity-chunks-64", "MuSiQue, 8 × 64"),
+    ("fidelity-chunks-512", "needle, 4 × 512"),
     ("fidelity-chunks-1024", "needle, 3 × 1024"),
     ("fidelity-shuffled", "MuSiQue, 8 × 256, passages shuffled"),
 )

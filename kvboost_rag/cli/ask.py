@@ -15,12 +15,29 @@ from kvboost_rag.warmup import Corpus, SourceChunk, SplitOptions, unique
 
 SYSTEM = "Answer the question from the passages. If they do not hold the answer, say that you do not know."
 
+# Named in common.ANSWER_OPTIONS; what they give goes to the engine.
+answer_options = common.options(
+    click.option(
+        "--on-low-fidelity",
+        type=click.Choice(["warn", "repair", "full", "ignore"]),
+        help="What to do where `verify` found that this reuse changes answers too much: warn, answer with more repair, "
+        "by full prefill, or ignore it.  [default: warn]",
+    ),
+    click.option("--cost-model", is_flag=True, help="Prefill plainly where reuse would take longer on this machine."),
+    click.option(
+        "--spot-check",
+        type=click.FloatRange(0, 1),
+        metavar="SHARE",
+        help="Compare this share of answers (1: every one) with full prefill afterwards, and say how far off.",
+    ),
+)
+
 
 @click.command("ask")
 @click.argument("question")
 @click.argument("paths", nargs=-1, required=True, metavar="PATH…")
 @common.engine_options
-@common.answer_options
+@answer_options
 @common.corpus_options
 @click.option("--k", "count", type=click.IntRange(min=1), default=4, show_default=True, help="Chunks to answer from.")
 @click.option("--retriever", type=click.Choice(["bm25"]), default="bm25", show_default=True)

@@ -107,7 +107,7 @@ class EngineOptions:
     filler: str | None = None
     disk_bytes: int | None = None
     keep_text: bool = False
-    answers: Mapping[str, Any] = field(default_factory=dict)  # what `answer_options` gave
+    answers: Mapping[str, Any] = field(default_factory=dict)  # what `answer_options` of ask gave
     memory_bytes: int | None = None
     tenant_bytes: int | None = None
     compression: str | None = None
@@ -273,21 +273,6 @@ engine_options = options(
     ),
 )
 ANSWER_OPTIONS = ("on_low_fidelity", "cost_model", "spot_check")
-answer_options = options(
-    click.option(
-        "--on-low-fidelity",
-        type=click.Choice(["warn", "repair", "full", "ignore"]),
-        help="What to do where `verify` found that this reuse changes answers too much: warn, answer with more repair, "
-        "by full prefill, or ignore it.  [default: warn]",
-    ),
-    click.option("--cost-model", is_flag=True, help="Prefill plainly where reuse would take longer on this machine."),
-    click.option(
-        "--spot-check",
-        type=click.FloatRange(0, 1),
-        metavar="SHARE",
-        help="Compare this share of answers (1: every one) with full prefill afterwards, and say how far off.",
-    ),
-)
 corpus_options = options(
     click.option("--chunk-size", type=click.IntRange(min=1), default=1000, show_default=True, help="In characters."),
     click.option("--chunk-overlap", type=click.IntRange(min=0), default=100, show_default=True, help="In characters."),

@@ -11,6 +11,7 @@ import pytest
 
 from kvboost_rag import KVBoost
 from kvboost_rag.cli import common
+from kvboost_rag.cli.ask import answer_options
 from kvboost_rag.engine.guard import OnLowFidelity
 from kvboost_rag.engine.verdicts import Verdict
 from kvboost_rag.store import MemoryStore
@@ -62,7 +63,7 @@ def test_what_is_not_given_is_left_to_the_library(docs: Path, engine: FakeEngine
 
 
 def test_the_choices_are_the_librarys() -> None:
-    @common.answer_options
+    @answer_options
     def command(**options: Any) -> None: ...
 
     given = {p.name: p.type for p in command.__click_params__}  # type: ignore[attr-defined]
