@@ -51,7 +51,7 @@ class KVBoost(Answers):
         salt: tenant salt; the same text under another salt never hits.
         prefix_bytes: budget for KV of earlier requests (conversation turns, repeated prompts).
         memory_bytes, disk_bytes: budgets of the store's tiers.
-        tenant_bytes: most bytes of one tenant's blocks in a folder or in ``"memory"`` (see :func:`open_store`).
+        tenant_bytes: most bytes of one tenant's blocks (see :func:`open_store`).
         keep_text: keep chunk texts in block headers (off: token ids alone).
         attn: kernel of plainly causal attention: ``"auto"`` (what works here), ``"flash-attn"``, ``"varlen"`` (torch's
             own) or ``"sdpa"``; ``stats()["attention"]`` says which it is and why. Masked rows go through SDPA always.
@@ -59,7 +59,8 @@ class KVBoost(Answers):
             :class:`~kvboost_rag.plan.KVBudget`): what goes beyond it spills to host memory, page by page, and is
             attended to there, exactly. None: each request's KV is one buffer on the device.
         kv_backend: stands in for the device (tests).
-        compression: ``"none"``, ``"int8"`` or ``"int4"`` for what the store keeps; None: as the store's folder says.
+        compression: ``"none"``, ``"int8"``, ``"int4"``, ``"zstd"`` (exact), ``"int8+zstd"`` or ``"int4+zstd"`` for what
+            the store keeps; None: as the store's folder says.
         on_low_fidelity: what to do where the store's verdict on a request's policy (see :meth:`verify`) is that it
             failed: ``"warn"`` (log, once), ``"repair"`` (answer with ``"faithful"`` if that one passed, else by full
             prefill), ``"full"`` (full prefill), ``"ignore"``. Each but the last also logs once that reuse which nobody

@@ -107,10 +107,18 @@ def _print_stats(found: StoreStats, indent: str = "") -> None:
 @command.command()
 @common.store_option
 @click.option("--fix", is_flag=True, help="Set aside what is damaged, so that it is computed anew.")
+@click.option(
+    "--tenant-bytes",
+    metavar="SIZE",
+    callback=common.parsed(common.parse_size),
+    help="With --fix, of a server: make blocks that were written without this quota count.",
+)
 @common.json_option
-def check(store: str, fix: bool, as_json: bool) -> None:
+def check(store: str, fix: bool, tenant_bytes: int | None, as_json: bool) -> None:
     """Read and verify everything. Exit status 1 when something is wrong, fixed or not."""
-    with _opened(store) as opened:
+    if tenant_bytes is not None and not (fix and "://" in store):
+        raise UsageError("--tenant-bytes goes with --fix and a server", hint="a folder: store set --tenant-bytes")
+    with _opened(store, **({} if tenant_bytes is None else {"tenant_bytes": tenant_bytes})) as opened:
         problems = opened.check(fix=fix)
     if as_json:
         entries = [{"kind": p.kind, "where": p.where, "detail": p.detail, "fixed": p.fixed} for p in problems]

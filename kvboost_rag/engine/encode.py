@@ -12,6 +12,7 @@ from kvboost_rag.engine.tokens import SpanTokenizer
 from kvboost_rag.errors import ModelError, TokenizerError, UsageError
 from kvboost_rag.keys import block_key
 from kvboost_rag.kv.block import Block, BlockHeader
+from kvboost_rag.kv.compress import rounded_bytes_per_token
 from kvboost_rag.kv.rope import turn
 from kvboost_rag.model.adapter import ModelAdapter
 from kvboost_rag.model.cache import CaptureCache
@@ -47,7 +48,10 @@ class ChunkEncoder:
         self._kv: dict[tuple[str, str], torch.Tensor] = {}  # by fingerprint: adapters can be switched
         longest = max(len(c.token_ids) for c in self._contexts.values())
         self.max_chunk_tokens = adapter.max_tokens - longest
-        self.bytes_per_token = adapter.spec.bytes_per_token
+        self.bytes_per_token = adapter.spec.bytes_per_token  # as stored
+        if store.compression != "none":
+            s = adapter.spec
+            self.bytes_per_token = rounded_bytes_per_token(store.compression, s.num_layers, s.num_kv_heads, s.head_dim)
 
     def contexts(self) -> list[str]:
         """Names of the contexts to encode after."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from kvboost_rag.kv.block import Block, BlockHeader
+from kvboost_rag.kv.packing import layout_of
 from kvboost_rag.kv.quantize import Packed, pack
 
 
@@ -25,6 +26,13 @@ def compress(block: Block, compression: str, *, unpack: bool = True) -> Block:
     if unpack:
         return unpacked(packed, block.token_ids, block.header, block.key)
     return replace(block, header=replace(block.header, compression=compression), packed=packed)
+
+
+def rounded_bytes_per_token(compression: str, layers: int, heads: int, head_dim: int) -> int:
+    """About how many bytes K and V of one token take as ``"int8"`` or ``"int4"``: scales of a chunk of 256 tokens
+    included."""
+    tokens = 256
+    return layers * layout_of(compression, heads, tokens, head_dim).layer_bytes // tokens
 
 
 def unpacked(packed: Packed, token_ids: tuple[int, ...], header: BlockHeader, key: str = "") -> Block:

@@ -30,7 +30,7 @@ REASONS = (
     "damaged",  # truncated, bit-flipped, unreadable; set aside
     "foreign",  # not a block of ours, or of an unknown format version; set aside
     "mismatch",  # the header says it is another computation; set aside
-    "unavailable",  # a tier did not answer in time
+    "unavailable",  # a tier did not answer in time, or the block needs a library that is not installed here
     "expired",  # older than its time to live
 )
 

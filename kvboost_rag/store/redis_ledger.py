@@ -12,9 +12,9 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-# KEYS: uses, sizes. ARGV: name, bytes, limit, now, then, where the script shall do the rest: prefix, value,
-# milliseconds to live or 0. The field "" of the hash is the sum. Answers the names that have to go, or that went.
-# Numbers that somebody spoilt count as 0.
+# KEYS: uses, sizes. ARGV: name, bytes, limit, now, then, where the script shall do the rest: prefix, and to write the
+# block: value, milliseconds to live or 0. The field "" of the hash is the sum. Answers the names that have to go, or
+# that went. Numbers that somebody spoilt count as 0.
 _ENTER = """
 local name, size, limit = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
 local function number(field) return tonumber(redis.call('HGET', KEYS[2], field) or '0') or 0 end
@@ -32,7 +32,7 @@ while total > limit do
   if not ARGV[5] or redis.call('DEL', ARGV[5] .. victim) == 1 then gone[#gone + 1] = victim end
 end
 redis.call('HSET', KEYS[2], '', total)
-if ARGV[5] then
+if ARGV[6] then
   if ARGV[7] == '0' then redis.call('SET', ARGV[5] .. name, ARGV[6])
   else redis.call('SET', ARGV[5] .. name, ARGV[6], 'PX', ARGV[7]) end
 end
@@ -74,16 +74,25 @@ class RedisLedger:
 
     def write(self, name: str, value: bytes, tenant: str, limit: int) -> int:
         v = self._values
-        v.redis.sadd(self._all(), tenant)
-        words = [*self._keys(tenant), name, len(value), limit, self._clock()]
         if not v.is_cluster:
-            return len(v.redis.eval(_ENTER, 2, *words, v.prefix, value, v.ttl_ms or 0))
-        victims = [victim.decode("ascii", "replace") for victim in v.redis.eval(_ENTER, 2, *words)]
-        dropped = sum(v.delete([victim]) for victim in victims)
+            return self._enter(name, len(value), tenant, limit, v.prefix, value, v.ttl_ms or 0)
+        dropped = self._enter(name, len(value), tenant, limit)
         v.write(name, value)
         if v.redis.hget(self._keys(tenant)[1], name) is None:  # another writer has dropped it from the books meanwhile
             v.delete([name])
         return dropped
+
+    def adopt(self, name: str, size: int, tenant: str, limit: int) -> int:
+        if self._values.redis.hexists(self._keys(tenant)[1], name):
+            return 0
+        return self._enter(name, size, tenant, limit, *(() if self._values.is_cluster else (self._values.prefix,)))
+
+    def _enter(self, name: str, size: int, tenant: str, limit: int, *rest: object) -> int:
+        """Run the script; how many blocks went."""
+        v = self._values
+        v.redis.sadd(self._all(), tenant)
+        gone = v.redis.eval(_ENTER, 2, *self._keys(tenant), name, size, limit, self._clock(), *rest)
+        return len(gone) if rest else sum(v.delete([victim.decode("ascii", "replace")]) for victim in gone)
 
     def used(self, names: Mapping[str, str]) -> None:
         with self._values.redis.pipeline(transaction=False) as pipe:

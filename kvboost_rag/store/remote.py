@@ -227,8 +227,8 @@ class RemoteStore(BlockStore):
         return stats
 
     def check(self, fix: bool = False) -> list[Problem]:
-        """Fetches every block."""
-        problems = check_blocks(self.medium, self.link, self.max_block_bytes, fix)
+        """Fetches every block. With ``fix`` under a quota, blocks that were written without one count from then on."""
+        problems = check_blocks(self.medium, self.link, self.max_block_bytes, fix, self._quota.adopt)
         return problems + [Problem("anchors", "memory", text, fix) for text in self.anchors.check(fix)]
 
     def clear(self) -> int:

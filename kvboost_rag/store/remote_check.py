@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from itertools import islice
 
 from kvboost_rag.errors import BlockFormatError, MissingExtraError
@@ -59,23 +60,29 @@ def drop_all(medium: Medium, link: Link, area: str, timeout_s: float) -> int:
     return len(names)
 
 
-def check_blocks(medium: Medium, link: Link, limit: int, fix: bool) -> list[Problem]:
-    """Fetch every block and list what is wrong; with ``fix``, remove it."""
+Sound = Callable[[str, int, str], object]  # told of a sound block: its name, bytes and salt
+
+
+def check_blocks(medium: Medium, link: Link, limit: int, fix: bool, sound: Sound) -> list[Problem]:
+    """Fetch every block and list what is wrong; with ``fix``, remove it and tell ``sound`` of the others."""
     problems: list[Problem] = []
     try:
         for name, _ in link.call(lambda: list(medium.entries("blocks"))):
-            problem = _check_one(name, medium, link, limit, fix)
+            problem = _check_one(name, medium, link, limit, fix, sound)
             problems += [problem] if problem is not None else []
     except Unavailable as error:
         problems.append(Problem("unavailable", medium.kind, str(error)))
     return problems
 
 
-def _check_one(name: str, medium: Medium, link: Link, limit: int, fix: bool) -> Problem | None:
+def _check_one(name: str, medium: Medium, link: Link, limit: int, fix: bool, sound: Sound) -> Problem | None:
     value, key = link.call(lambda: medium.read([name], limit)[0]), block_of_name(name)
     if value is None:  # removed meanwhile
         return None
-    reason, detail, _ = inspect(key, value, limit)
+    reason, detail, block = inspect(key, value, limit)
+    if block is not None and fix:
+        size, salt = (len(value) if not isinstance(value, TooLarge) else 0), block.header.salt
+        link.call(lambda: sound(name, size, salt))
     if not reason:
         return None
     fixed = fix and reason != "unavailable" and link.call(lambda: medium.delete([name])) > 0

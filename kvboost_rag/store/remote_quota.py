@@ -36,6 +36,9 @@ class Ledger(Protocol):
         """Write a block of a tenant, of whom ``limit`` bytes are kept: others of his blocks go first, the oldest ones;
         how many there were."""
 
+    def adopt(self, name: str, size: int, tenant: str, limit: int) -> int:
+        """Enter a block that is there, unless it is entered; others may go for it, as for one that is written."""
+
     def used(self, names: Mapping[str, str]) -> None:
         """Note the use of blocks: name → tenant."""
 
@@ -80,6 +83,11 @@ class RemoteQuota:
         dropped = self.ledger.write(name, value, tenant, self.limit)
         self._remember(name, tenant)
         return dropped
+
+    def adopt(self, name: str, size: int, salt: str) -> int:
+        """Count a block that was found, perhaps written without a quota; how many went for it. May raise what the
+        medium raises."""
+        return 0 if self.limit is None else self.ledger.adopt(name, size, tenant_of(salt), self.limit)
 
     def saw(self, found: Iterable[object]) -> None:
         """Blocks that were read: whose they are, and that they were used."""
@@ -149,19 +157,27 @@ class MarkLedger:
 
     def write(self, name: str, value: bytes, tenant: str, limit: int) -> int:
         with self._lock:
-            held, dropped = self._listed(tenant), 0
-            before = held.marks.pop(name, None)
-            mark = f"{_AREA}/{tenant}/{int(self._clock() * 1000):012x}-{len(value)}-{_digest(name)}"
-            self._medium.write(mark, b"1")
-            held.marks[name] = (mark, len(value))
-            if before is not None and before[0] != mark:
-                self._medium.delete([before[0]])
-            while held.bytes() > limit and len(held.marks) > 1:
-                victim, (old, _) = next(iter(held.marks.items()))
-                dropped += self._medium.delete([victim])
-                self._medium.delete([old])
-                del held.marks[victim]
+            dropped = self._enter(name, len(value), tenant, limit)
         self._medium.write(name, value)
+        return dropped
+
+    def adopt(self, name: str, size: int, tenant: str, limit: int) -> int:
+        with self._lock:
+            return 0 if name in self._listed(tenant).marks else self._enter(name, size, tenant, limit)
+
+    def _enter(self, name: str, size: int, tenant: str, limit: int) -> int:
+        held, dropped = self._listed(tenant), 0
+        before = held.marks.pop(name, None)
+        mark = f"{_AREA}/{tenant}/{int(self._clock() * 1000):012x}-{size}-{_digest(name)}"
+        self._medium.write(mark, b"1")
+        held.marks[name] = (mark, size)
+        if before is not None and before[0] != mark:
+            self._medium.delete([before[0]])
+        while held.bytes() > limit and len(held.marks) > 1:
+            victim, (old, _) = next(iter(held.marks.items()))
+            dropped += self._medium.delete([victim])
+            self._medium.delete([old])
+            del held.marks[victim]
         return dropped
 
     def used(self, names: Mapping[str, str]) -> None:

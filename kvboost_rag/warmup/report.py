@@ -14,7 +14,8 @@ class WarmReport:
     """The outcome of :func:`~kvboost_rag.warmup.job.warm`. Each distinct text counts once, in one of three fields.
 
     ``tokens`` counts chunk tokens of the blocks that were computed and stored (a chunk computed after two contexts
-    counts twice), ``bytes`` their K and V as stored, ``seconds`` the whole job's wall time.
+    counts twice), ``bytes`` their K and V as stored (about, where they are rounded; before zstd), ``seconds`` the whole
+    job's wall time.
     """
 
     stored: int = 0  # chunks of which at least one block was computed, and all are in the store now

@@ -11,7 +11,7 @@ import pytest
 
 from kvboost_rag.cli import common, jobs, ray_jobs
 from kvboost_rag.cli.common import EngineOptions
-from kvboost_rag.store import DiskStore, MemoryStore, TieredStore
+from kvboost_rag.store import DiskStore, MemoryStore, TieredStore, open_store
 from kvboost_rag.warmup import WarmReport
 from tests.cli.conftest import FakeEngine, run
 from tests.store.blocks import make_block
@@ -157,6 +157,20 @@ def test_set_changes_what_a_folder_remembers(tmp_path: Path) -> None:
     assert [found[name] for name in names] == [limit, 1 << 20, "int8", "cost", 86400.0, 2]
     again = json.loads(run("store", "stats", "--store", tmp_path, "--json").stdout)
     assert [again[name] for name in names] == [found[name] for name in names]
+
+
+def test_check_makes_a_server_s_old_blocks_count(tmp_path: Path) -> None:
+    pytest.importorskip("obstore", reason="obstore is not installed")
+    url = f"file://{tmp_path}/objects"
+    with open_store(url, memory_bytes=0) as store:
+        for i in range(4):
+            store.put(make_block(i, salt=SECRET))
+        half = store.stats().bytes // 2
+    assert run("store", "check", "--store", url, "--fix", "--tenant-bytes", half).exit_code == 0
+    with open_store(url, memory_bytes=0) as store:
+        assert store.stats().blocks == 2
+    for words in (["--store", url, "--tenant-bytes", half], ["--store", tmp_path, "--fix", "--tenant-bytes", half]):
+        assert run("store", "check", *words).exit_code == 2
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import os
 import shutil
 import stat
 import subprocess
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -266,6 +267,21 @@ def test_a_failing_write_is_skipped_with_one_warning(
     assert list(store.files.tmp.iterdir()) == []
     assert store.check() == []
     assert store.put(block)
+
+
+def test_reads_of_one_request_run_at_once(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks, together = [make_block(i) for i in range(2)], threading.Barrier(2)
+    for block in blocks:
+        store.put(block)
+    read = store.files.read
+
+    def waiting(path: Path) -> object:
+        together.wait(30)  # each read waits for the other one to begin
+        return read(path)
+
+    monkeypatch.setattr(store.files, "read", waiting)
+    found = store.get_many([block.key for block in blocks])
+    assert [same(one, block) for one, block in zip(found, blocks, strict=True)] == [True, True]
 
 
 def test_short_writes_are_completed(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:

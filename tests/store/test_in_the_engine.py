@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvboost_rag.store import RemoteStore, open_store
+from kvboost_rag.kv.block import Block
+from kvboost_rag.store import BlockStore, RemoteStore, TieredStore, open_store
 from tests.engine.helpers import DOCS, SYSTEM, chat, make_engine, prepared
 
 
@@ -25,6 +26,16 @@ def test_compressed_blocks_hit_and_say_so(tmp_path: Path, kind: str) -> None:
         again, report = prepared(second, chat())
         assert [c.outcome for c in report.chunks] == ["hit"] * len(DOCS)
         assert torch.equal(again.logits, done.logits)
+
+
+@pytest.mark.parametrize("kind", ["none", "int8", "int4"])
+def test_a_plan_says_what_the_store_will_take(tmp_path: Path, kind: str) -> None:
+    texts = [" ".join(f"word{(7 * i + j) % 50}" for j in range(60)) for i in range(4)]
+    with make_engine(store=tmp_path, compression=kind) as engine:
+        planned = engine.plan_warm(texts).bytes
+        assert engine.warm(texts).bytes == planned
+        held = sum(block.packed.nbytes if block.packed else block.nbytes for block in blocks_of(engine.store))
+        assert 0.7 * held < planned < 1.3 * held
 
 
 @pytest.mark.parametrize(("kind", "exact"), [("none", True), ("int8", False)])
@@ -78,6 +89,11 @@ def test_an_engine_goes_on_when_its_server_dies(remote_url: str) -> None:
         result = engine.generate(chat(), max_new_tokens=3)
         assert {c.outcome for c in result.report.chunks} == {"miss"}
         assert all("unavailable" in c.reason for c in result.report.chunks)
+
+
+def blocks_of(store: BlockStore) -> list[Block]:
+    last = store.tiers[-1] if isinstance(store, TieredStore) else store
+    return [block for key in last.keys() if isinstance(block := last.get(key), Block)]
 
 
 def _dead(*args: object) -> None:

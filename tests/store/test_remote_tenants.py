@@ -98,6 +98,22 @@ def test_a_block_that_was_lost_and_written_again_counts_once(remote_url: str) ->
         assert store.tenant_usage("tenant-a") <= 3 * ONE
 
 
+def test_blocks_from_before_the_quota_count_after_a_check(remote_url: str) -> None:
+    with open_store(remote_url, memory_bytes=0) as plain:
+        for block in [*A, *B[:1]]:
+            plain.put(block)
+    with open_url(remote_url) as store:
+        assert store.tenant_usage("tenant-a") == 0
+        assert store.check() == []
+        assert store.tenant_usage("tenant-a") == 0
+        assert store.check(fix=True) == []
+        assert 2 * ONE < store.tenant_usage("tenant-a") <= 3 * ONE
+        assert (len(held(store, A)), held(store, B)) == (3, [0])
+        before = held(store, A)
+        assert store.check(fix=True) == []
+        assert held(store, A) == before
+
+
 def test_clear_forgets_the_tenants_even_without_a_quota(remote_url: str) -> None:
     with open_url(remote_url) as store:
         for block in A[:3]:
