@@ -34,6 +34,7 @@ __all__ = [
     "Buffer",
     "ForeignBlockError",
     "LayerReader",
+    "bytes_before_layers",
     "decode_block",
     "encode_block",
     "encode_parts",
@@ -104,8 +105,9 @@ def read_header(buffer: Buffer) -> tuple[BlockHeader, tuple[int, ...], tuple[int
 
 class LayerReader:
     """K and V of the block in ``buffer``, one layer at a time: a layer can be used when its own bytes are there and
-    have passed their checksum, whatever is true of those behind it. Blocks of format versions 1 and 2 have one checksum
-    over all, so their first layer costs as much as the whole. Not thread-safe.
+    have passed their checksum, whatever is true of those behind it. Different layers may be read at once, from several
+    threads. Blocks of format versions 1 and 2 have one checksum over all (:attr:`by_layer` is False): their first layer
+    costs as much as the whole, and one thread reads them.
 
     Raises:
         ForeignBlockError, BlockFormatError: the header or the token ids are not sound. Layers are not looked at yet.
@@ -113,16 +115,30 @@ class LayerReader:
 
     def __init__(self, buffer: Buffer) -> None:
         self._view = _as_bytes(buffer)
-        self._layout = read_container(self._view)
-        self._whole = not self._layout.layer_checksums  # what is left to verify with the first layer
-        if not self._whole:
-            _verify_first(self._view, self._layout)
-        self.header, self.shape, self.dtype = self._layout.header, self._layout.shape, self._layout.dtype
-        self.token_ids = _unpack_ids(self._view, self._layout)
+        self._layout = layout = read_container(self._view)
+        self.by_layer = bool(layout.layer_checksums)
+        self._checked = self.by_layer  # up to version 2: with the first layer
+        if self.by_layer:
+            _verify_first(self._view, layout)
+        self.header, self.shape, self.dtype = layout.header, layout.shape, layout.dtype
+        self.token_ids = _unpack_ids(self._view, layout)
+        behind = self._view[layout.kv_start :]
+        self._source = bytearray(behind) if layout.packed and behind.readonly else behind
+        self._in_place = not layout.packed and not behind.readonly
+        #: ``[num_layers, 2, num_kv_heads, num_tokens, head_dim]``; a layer holds anything before it was read.
+        self.kv = (
+            torch.frombuffer(behind, dtype=layout.dtype).view(layout.shape)
+            if self._in_place
+            else torch.empty(layout.shape, dtype=layout.dtype)
+        )
 
-    def layer(self, index: int) -> torch.Tensor:
-        """K (without rotation) and V of layer ``index``: ``[2, num_kv_heads, num_tokens, head_dim]``. A view where
-        :func:`decode_block` would give one; never write into it.
+    def end_of(self, index: int) -> int:
+        """How many bytes of the buffer must be there for layer ``index`` to be read."""
+        layout = self._layout
+        return layout.kv_start + (index + 1) * layout.layer_bytes if self.by_layer else len(self._view)
+
+    def read(self, index: int) -> None:
+        """Verify layer ``index``; ``kv[index]`` can be used then.
 
         Raises:
             BlockFormatError: its bytes are damaged.
@@ -130,16 +146,43 @@ class LayerReader:
         layout = self._layout
         if not 0 <= index < layout.shape[0]:
             raise IndexError(index)
-        if self._whole:
+        if not self._checked:
             _verify_first(self._view, layout)
-            self._whole = False
-        if layout.layer_checksums:
+            self._checked = True
+        if self.by_layer:
             _verify_layer(self._view, layout, index)
-        raw = _layer(self._view, layout, index)
-        source = bytearray(raw) if raw.readonly else raw
         if layout.packed:
-            return _packed(source, layout).unpack()[0]
-        return torch.frombuffer(source, dtype=layout.dtype).view(layout.shape[1:])
+            _packed(self._source, layout).unpack_layer(index, self.kv)
+        elif not self._in_place:
+            raw = bytearray(_layer(self._view, layout, index))
+            self.kv[index] = torch.frombuffer(raw, dtype=layout.dtype).view(layout.shape[1:])
+
+    def layer(self, index: int) -> torch.Tensor:
+        """K (without rotation) and V of layer ``index``, verified: ``[2, num_kv_heads, num_tokens, head_dim]``. A view
+        where :func:`decode_block` would give one; never write into it. Raises like :meth:`read`."""
+        self.read(index)
+        return self.kv[index]
+
+    def block(self) -> Block:
+        """The whole block, without looking at it again: every layer must have been read."""
+        packed = _packed(self._source, self._layout) if self._layout.packed else None
+        return Block(self.kv, self.token_ids, self.header, packed=packed)
+
+
+def bytes_before_layers(buffer: Buffer, have: int) -> int:
+    """How many bytes of a block must be there before a :class:`LayerReader` can be made, as far as its first ``have``
+    bytes tell: ask again when those are there. ``buffer`` is as long as the whole block.
+
+    Raises:
+        ForeignBlockError, BlockFormatError: not a block, a damaged header.
+    """
+    view = _as_bytes(buffer)
+    if have < 8:
+        return min(8, len(view))
+    (size,) = struct.unpack_from("<Q", view)
+    if 8 + size > max(have, 8) and 8 + size <= len(view):
+        return 8 + int(size)
+    return read_container(view).kv_start
 
 
 def _layer(view: memoryview, layout: Layout, index: int) -> memoryview:

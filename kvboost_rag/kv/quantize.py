@@ -124,6 +124,17 @@ class Packed:
                 job.result()
         return out
 
+    def unpack_layer(self, index: int, out: torch.Tensor) -> None:
+        """Bring back one layer, into ``out[index]``; ``out`` is shaped like :meth:`unpack`'s. Different layers may be
+        brought back at once.
+
+        Raises:
+            BlockFormatError: scales that are not finite.
+        """
+        _unpack_layers(
+            self.data, layout_of(self.compression, self.heads, self.tokens, self.head_dim), out, index, index + 1
+        )
+
 
 def pack(kv: torch.Tensor, compression: str) -> Packed | None:
     """``kv`` ``[num_layers, 2, heads, tokens, head_dim]`` compressed, or None where its values do not fit: not finite,

@@ -1,0 +1,420 @@
+"""Blocks of slow tiers are used layer by layer as they come in: the same answers, whatever happens on the way."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvboost_rag import CancelToken, KVBoost
+from kvboost_rag.engine.report import Report
+from kvboost_rag.errors import BlockFormatError, StoreError, UsageError
+from kvboost_rag.store import DiskStore, MemoryStore, TieredStore
+from kvboost_rag.store.remote_link import Unavailable
+from tests.engine.helpers import DOCS, POLICIES, SYSTEM, chat, make_engine, prepared, spy
+from tests.engine.slow_store import PATIENCE_S, Gate, SlowStore
+from tests.paged.helpers import least_budget
+from tests.tiny import LAYERS, tiny_model
+
+LONG = tuple(f"{text} {other}" for text, other in zip(DOCS, DOCS[1:] + DOCS[:1], strict=True))
+
+
+@pytest.fixture(autouse=True)
+def _no_loader_is_left() -> Iterator[None]:
+    yield
+    assert not [t.name for t in threading.enumerate() if t.name.startswith("kvboost-load")]
+
+
+def told(report: Report) -> dict[str, Any]:
+    """A report without what depends on time."""
+    return {k: v for k, v in report.as_dict().items() if k not in ("stages", "ttft_s", "total_s")}
+
+
+def both(folder: Path, *, family: str = "llama", model: Any = None, **options: Any) -> tuple[KVBoost, KVBoost]:
+    """(waiting, overlapped) over one folder without a memory tier."""
+    options = {"memory_bytes": 0, "prefix_bytes": 0, "on_low_fidelity": "ignore", **options}
+    engines = [make_engine(family, model=model, store=folder, overlap=way, **options) for way in (False, "auto")]
+    engines[0].warm(LONG)
+    assert engines[1].engine.prefiller.finder.overlap
+    return engines[0], engines[1]
+
+
+def slow(before: Any = None, **options: Any) -> tuple[KVBoost, SlowStore]:
+    store = SlowStore(before) if before else SlowStore()
+    options = {"prefix_bytes": 0, "on_low_fidelity": "ignore", "store": store, **options}
+    engine = make_engine(**options)
+    engine.warm(LONG)
+    return engine, store
+
+
+def assert_same(waiting: KVBoost, overlapped: KVBoost, prompt: Any, **options: Any) -> None:
+    want, expected = prepared(waiting, prompt, **options)
+    got, report = prepared(overlapped, prompt, **options)
+    assert "wait" not in expected.stages
+    assert "wait" in report.stages
+    assert told(report) == told(expected)
+    assert torch.equal(got.logits, want.logits)
+    n = got.prompt.num_tokens
+    if hasattr(got.cache, "kv"):
+        assert torch.equal(got.cache.kv[:, :, :, :n], want.cache.kv[:, :, :, :n])
+
+
+# --- overlapped = waiting -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_families_give_the_same_bits(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    waiting, overlapped = both(tmp_path, model=tiny_model(family, dtype=dtype))
+    for policy in ("fast", "balanced", "faithful"):
+        assert_same(waiting, overlapped, chat([LONG[2], LONG[0], LONG[3]]), repair=policy)
+
+
+@pytest.mark.parametrize("policy", list(POLICIES))
+@pytest.mark.parametrize("compression", ["none", "int8", "int4"])
+def test_policies_and_compressions_give_the_same_bits(policy: str, compression: str, tmp_path: Path) -> None:
+    waiting, overlapped = both(tmp_path, compression=compression)
+    assert_same(waiting, overlapped, chat(LONG), repair=POLICIES[policy])
+
+
+@pytest.mark.parametrize("policy", ["fast", "balanced"])
+def test_cut_off_repeated_own_head_and_missed_chunks_give_the_same_bits(policy: str, tmp_path: Path) -> None:
+    waiting, overlapped = both(tmp_path)
+    waiting.warm(LONG[:1], head=SYSTEM)
+    text = LONG[1][: len(LONG[1]) * 2 // 3]
+    for docs in ([LONG[0], LONG[1], LONG[0]], [LONG[0], text], ["Nobody knows this one yet, it is new.", LONG[2]]):
+        assert_same(waiting, overlapped, chat(docs, question=""), repair=policy)
+        assert_same(waiting, overlapped, chat(docs), repair=policy, chunks=docs)
+
+
+@pytest.mark.parametrize("policy", ["fast", "balanced", "deviation"])
+def test_pages_that_spill_give_the_same_bits(policy: str, tmp_path: Path) -> None:
+    budget = least_budget(make_engine())
+    waiting, overlapped = both(tmp_path, kv_vram=budget)
+    assert_same(waiting, overlapped, chat(LONG), repair=POLICIES[policy])
+    assert overlapped.generate(chat(LONG), max_new_tokens=8).token_ids == (
+        waiting.generate(chat(LONG), max_new_tokens=8).token_ids
+    )
+
+
+def test_sliced_forwards_give_the_same_bits(tmp_path: Path) -> None:
+    waiting, overlapped = both(tmp_path)
+    for engine in (waiting, overlapped):
+        engine.adapter.max_rows = 16
+    assert_same(waiting, overlapped, chat([LONG[0], "A chunk that is not stored: " * 4, LONG[1]]), repair="fast")
+
+
+def test_a_held_prefix_in_front_gives_the_same_bits(tmp_path: Path) -> None:
+    waiting, overlapped = both(tmp_path, prefix_bytes=1 << 28)
+    for engine in (waiting, overlapped):
+        engine.generate(chat(LONG[:1]), max_new_tokens=2)
+    assert_same(waiting, overlapped, chat(LONG[:3]))
+
+
+def test_the_real_model_gives_the_same_bits(smollm2: Any, tmp_path: Path) -> None:
+    texts = [" ".join(LONG[i:] + LONG[:i]) for i in range(4)]
+    options = {"store": tmp_path, "memory_bytes": 0, "prefix_bytes": 0, "on_low_fidelity": "ignore"}
+    waiting = KVBoost(smollm2.model, smollm2.tokenizer, overlap=False, **options)
+    waiting.warm(texts)
+    for policy in ("fast", "balanced"):
+        assert_same(waiting, KVBoost(smollm2.model, smollm2.tokenizer, **options), chat(texts[::-1]), repair=policy)
+
+
+# --- it does overlap ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["fast", "balanced"])
+def test_a_layer_runs_before_the_next_one_has_come(policy: str) -> None:
+    """Layer l + 1 is let through by the end of layer l: a forward that waited for all of it would never begin."""
+    gate = Gate(open_below=1)
+    engine, store = slow(gate)
+    want = prepared(make_engine_like(engine), chat(LONG), repair=policy)[0]
+    ran: list[int] = []
+
+    def let_next(index: int) -> Any:
+        def hook(*args: object) -> None:
+            ran.append(index)
+            if len(ran) < LAYERS:  # the first consumer: the scoring pass, or the forward
+                assert max(layer for layer, _ in store.read) == index, "nothing further was read"
+            gate.let(index + 2)
+
+        return hook
+
+    layers = engine.adapter.model.model.layers
+    handles = [layer.register_forward_hook(let_next(i)) for i, layer in enumerate(layers[:-1])]
+    try:
+        got, report = prepared(engine, chat(LONG), repair=policy)
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert ran[: LAYERS - 1] == list(range(LAYERS - 1))
+    assert torch.equal(got.logits, want.logits)
+    assert report.hits == 4
+
+
+def make_engine_like(engine: KVBoost) -> KVBoost:
+    """Over the same blocks, all of them in memory."""
+    plain = make_engine(prefix_bytes=0, on_low_fidelity="ignore")
+    plain.warm(LONG)
+    return plain
+
+
+def test_layers_are_read_in_order_over_all_blocks() -> None:
+    turns = threading.Lock()
+
+    def one_by_one(key: str, layer: int) -> None:
+        with turns:
+            pass
+
+    engine, store = slow(one_by_one)
+    prepared(engine, chat(LONG))
+    assert len(store.read) == 4 * LAYERS
+    layers = [layer for layer, _ in store.read]
+    assert max(abs(layer - want) for layer, want in zip(layers, sorted(layers), strict=True)) <= 1
+    assert sorted(store.whole) == sorted(set(store.whole))
+    assert len(store.whole) == 4
+    assert store.left == []
+
+
+def test_blocks_in_memory_are_laid_at_once_and_nothing_is_waited_for() -> None:
+    engine = make_engine()
+    engine.warm(DOCS)
+    _, report = prepared(engine, chat())
+    assert report.hits == 4
+    assert "wait" not in report.stages
+
+
+def test_reading_is_told_apart_from_the_forward() -> None:
+    ready = threading.Event()
+    engine, _ = slow(lambda key, layer: None if layer < 2 else ready.wait(PATIENCE_S) and None)
+    timer = threading.Timer(0.3, ready.set)
+    timer.start()
+    _, report = prepared(engine, chat(LONG), repair="fast")
+    timer.join()
+    assert report.stages["wait"] > 0.05
+    assert sum(report.stages.values()) < 60
+
+
+def test_only_auto_or_false() -> None:
+    for value in (True, "on", None, 1):
+        with pytest.raises(UsageError, match="overlap"):
+            make_engine(overlap=value)
+
+
+# --- blocks that are lost on their way ------------------------------------------------------------------------------
+
+
+def damage(store: DiskStore, key: str, layer: int) -> None:
+    path = store.files.path(key)
+    assert path is not None
+    data = bytearray(path.read_bytes())
+    block = store.get(key)
+    layer_bytes = block.nbytes // LAYERS  # type: ignore[union-attr]
+    data[len(data) - (LAYERS - layer) * layer_bytes + layer_bytes // 2] ^= 0x41
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("policy", ["fast", "balanced", "shifted"])
+@pytest.mark.parametrize("layer", range(LAYERS))
+def test_damage_in_any_layer_is_a_miss(policy: str, layer: int, tmp_path: Path) -> None:
+    reports, logits = [], []
+    for way in (False, "auto"):
+        folder = tmp_path / str(way)
+        engine = make_engine(store=folder, memory_bytes=0, prefix_bytes=0, overlap=way)
+        engine.warm(LONG)
+        key = engine.encoder().key(engine.encoder().tokenize(LONG[1]))
+        store = engine.store
+        assert isinstance(store, DiskStore)
+        damage(store, key, layer)
+        got, report = prepared(engine, chat(LONG), repair=POLICIES[policy])
+        reports.append(report)
+        logits.append(got.logits)
+        assert [c.outcome for c in report.chunks] == ["hit", "miss", "hit", "hit"]
+        assert f"layer {layer}" in report.chunks[1].reason
+        assert list(store.files.quarantine.iterdir())
+        stats = store.stats()
+        assert (stats.misses["damaged"], stats.hits) == (1, 1 + 3), "one get of ours, and three blocks"
+        assert engine.generate(chat(LONG), max_new_tokens=1).report.stored_tokens == len(got.missed[0])
+        assert store.check() == []
+    waiting, overlapped = reports
+    assert torch.equal(*logits)
+    assert overlapped.forwarded_tokens == waiting.forwarded_tokens + overlapped.vain_tokens
+    assert bool(overlapped.vain_tokens) == any("lost on its way" in w for w in overlapped.warnings)
+    for name in ("reused_tokens", "repaired_tokens", "exact", "scoring_tokens"):
+        assert getattr(overlapped, name) == getattr(waiting, name)
+    assert [c.reason for c in overlapped.chunks] == [c.reason for c in waiting.chunks]
+
+
+@pytest.mark.parametrize("policy", ["fast", "balanced"])
+@pytest.mark.parametrize("layer", range(1, LAYERS))
+@pytest.mark.parametrize(
+    ("error", "reason"), [(BlockFormatError("torn"), "damaged: torn"), (Unavailable("gone"), "unavailable: gone")]
+)
+def test_rows_that_ran_in_vain_are_counted(error: Exception, reason: str, layer: int, policy: str) -> None:
+    """The block is lost when the layers before have run, for certain."""
+    gate, engine_and_victim = Gate(open_below=layer), []
+
+    def before(key: str, at: int) -> None:
+        engine, victim = engine_and_victim
+        if key == victim and at == layer:
+            gate(key, layer)
+            engine.store.delete(victim)
+            raise error
+        if at > layer:
+            gate(key, at)
+
+    engine, store = slow(before)
+    victim = engine.encoder().key(engine.encoder().tokenize(LONG[2]))
+    engine_and_victim += [engine, victim]
+    handle = engine.adapter.model.model.layers[layer - 1].register_forward_hook(lambda *args: gate.let(LAYERS))
+    with spy(engine) as rows:
+        got, report = prepared(engine, chat(LONG), repair=policy)
+    handle.remove()
+    assert [c.outcome for c in report.chunks] == ["hit", "hit", "miss", "hit"]
+    assert report.chunks[2].reason == reason
+    assert report.forwarded_tokens == pytest.approx(rows.total)
+    assert 0 < report.vain_tokens < report.forwarded_tokens
+    assert any(reason in w for w in report.warnings)
+
+    plain = make_engine_like(engine)
+    plain.store.delete(victim)
+    want, expected = prepared(plain, chat(LONG), repair=policy)
+    assert torch.equal(got.logits, want.logits)
+    assert report.forwarded_tokens - report.vain_tokens == pytest.approx(expected.forwarded_tokens)
+    assert report.scoring_tokens == expected.scoring_tokens
+
+
+def test_a_lost_block_is_taken_from_the_next_tier(tmp_path: Path) -> None:
+    """As a look-up that waits does."""
+    near, far = DiskStore(tmp_path / "near"), DiskStore(tmp_path / "far")
+    engine = make_engine(store=TieredStore([near, far]), prefix_bytes=0)
+    engine.warm(LONG)
+    key = engine.encoder().key(engine.encoder().tokenize(LONG[1]))
+    damage(near, key, LAYERS - 1)
+    want = prepared(make_engine_like(engine), chat(LONG))[0]
+    got, report = prepared(engine, chat(LONG))
+    assert report.hits == 4
+    assert torch.equal(got.logits, want.logits)
+    assert near.contains(key)
+    assert near.check() == []
+
+
+def test_an_own_head_block_that_is_lost_gives_way_to_the_canonical_one() -> None:
+    lost: list[str] = []
+
+    def before(key: str, layer: int) -> None:
+        if key in lost and layer == 2:
+            raise BlockFormatError("torn")
+
+    engine, store = slow(before)
+    before_head = set(store.keys())
+    engine.warm(LONG[:1], head=SYSTEM)
+    _, report = prepared(engine, chat(LONG[:1]), repair="fast")
+    assert report.exact
+    lost += set(store.keys()) - before_head
+    assert len(lost) == 1
+    _, report = prepared(engine, chat(LONG[:1]), repair="fast")
+    assert [(c.outcome, c.reason) for c in report.chunks] == [("hit", "canonical block")]
+    assert not report.exact
+
+
+def test_all_blocks_may_be_lost() -> None:
+    def before(key: str, layer: int) -> None:
+        if layer == 1:
+            raise Unavailable("gone")
+
+    engine, _ = slow(before)
+    result = engine.generate(chat(LONG), max_new_tokens=2)
+    assert [c.reason for c in result.report.chunks] == ["unavailable: gone"] * 4
+    assert result.report.exact
+
+
+@pytest.mark.parametrize("policy", ["fast", "balanced"])
+def test_a_store_that_breaks_is_an_error_of_ours(policy: str) -> None:
+    def before(key: str, layer: int) -> None:
+        if layer == 2:
+            raise ZeroDivisionError("a bug")
+
+    engine, store = slow(before)
+    with pytest.raises(StoreError, match="a bug") as caught:
+        engine.generate(chat(LONG), repair=policy)
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    assert len(store.left) == 4
+    store.before = lambda key, layer: None
+    assert engine.generate(chat(LONG), max_new_tokens=1).report.hits == 4, "and no lock is held"
+
+
+# --- cancelled ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["fast", "balanced"])
+def test_a_cancelled_request_lets_go(policy: str) -> None:
+    cancel, left = CancelToken(), threading.Event()
+
+    def before(key: str, layer: int) -> None:
+        if layer == 2:
+            cancel.cancel()
+            left.wait(PATIENCE_S)
+            raise Unavailable("left")
+
+    engine, store = slow(before)
+    store.left = _Telling(left)
+    result = engine.generate(chat(LONG), repair=policy, cancel=cancel)
+    assert (result.finish_reason, result.token_ids) == ("cancelled", [])
+    assert result.report.forwarded_tokens > 0, "what ran, ran"
+    assert store.whole == []
+    store.before = lambda key, layer: None
+    done: list[int] = []
+    other = threading.Thread(target=lambda: done.append(engine.generate(chat(LONG), max_new_tokens=1).report.hits))
+    other.start()
+    other.join(PATIENCE_S)
+    assert done == [4], "another thread gets the model's lock"
+
+
+class _Telling(list[str]):
+    """Sets an event when something is noted: a source that waits ends when it is abandoned."""
+
+    def __init__(self, event: threading.Event) -> None:
+        super().__init__()
+        self.event = event
+
+    def append(self, item: str) -> None:
+        super().append(item)
+        self.event.set()
+
+
+# --- what the tiers count -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("compression", ["none", "int8"])
+def test_a_block_counts_once_and_moves_up(compression: str, tmp_path: Path) -> None:
+    near, far = MemoryStore(), DiskStore(tmp_path, compression=compression)
+    engine = make_engine(store=TieredStore([near, far]), prefix_bytes=0)
+    engine.warm(LONG)
+    near.clear()
+    first, report = prepared(engine, chat(LONG))
+    assert "wait" in report.stages
+    stats = engine.store.stats()
+    assert [(s.hits, sum(s.read_counts)) for s in (stats, *stats.tiers)] == [(4, 4), (0, 0), (4, 4)]
+    assert stats.read_bytes == stats.tiers[1].read_bytes == sum(far.get(k).nbytes for k in far.keys())  # type: ignore[union-attr]
+    assert stats.tiers[1].read_s > 0
+    assert stats.tiers[0].blocks == 4
+    again, report = prepared(engine, chat(LONG))
+    assert "wait" not in report.stages
+    assert torch.equal(again.logits, first.logits)
+    stats = engine.store.stats()
+    assert [s.hits for s in (stats, *stats.tiers)][:2] == [8, 4]
+
+
+def test_the_cost_model_learns_how_long_blocks_took_to_come(tmp_path: Path) -> None:
+    engine, _ = slow(cost_model=True)
+    costs = engine.engine.costs
+    assert costs is not None
+    seen: list[float] = []
+    observe = costs.observe
+    costs.observe = lambda *args: (seen.append(args[-1]), observe(*args))[1]  # type: ignore[method-assign]
+    report = engine.generate(chat(LONG), max_new_tokens=1).report
+    assert 0 < seen[0] <= report.ttft_s
