@@ -180,7 +180,7 @@ def bytes_before_layers(buffer: Buffer, have: int) -> int:
     if have < 8:
         return min(8, len(view))
     (size,) = struct.unpack_from("<Q", view)
-    if 8 + size > max(have, 8) and 8 + size <= len(view):
+    if have < 8 + size <= len(view):
         return 8 + int(size)
     return read_container(view).kv_start
 

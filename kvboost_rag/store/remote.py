@@ -18,6 +18,7 @@ from kvboost_rag.kv.compress import unpacked
 from kvboost_rag.kv.quantize import check_compression
 from kvboost_rag.store.anchor_table import Records
 from kvboost_rag.store.anchors import AnchorIndex
+from kvboost_rag.store.arriving import ArrivingBlock
 from kvboost_rag.store.base import BlockStore, Miss, Problem, StoreStats
 from kvboost_rag.store.counters import Counters, admit
 from kvboost_rag.store.disk_files import block_name, block_of_name
@@ -54,6 +55,8 @@ class RemoteStore(BlockStore):
     Raises:
         UsageError: an argument makes no sense.
     """
+
+    arrives = True
 
     def __init__(
         self,
@@ -102,6 +105,27 @@ class RemoteStore(BlockStore):
 
     def get_many(self, keys: Sequence[str]) -> list[Block | Miss]:
         started = time.perf_counter()
+        found = self._here(keys)
+        wanted = [key for key in dict.fromkeys(keys) if key not in found]
+        if wanted:
+            found |= self._fetcher.fetch(wanted, self.max_block_bytes)
+        seconds = (time.perf_counter() - started) / max(1, len(keys))
+        return [self._counters.result(found[key], seconds) for key in keys]
+
+    def open_many(self, keys: Sequence[str]) -> list[Block | ArrivingBlock | Miss]:
+        started = time.perf_counter()
+        found: dict[str, Block | ArrivingBlock | Miss] = {**self._here(keys)}
+        wanted = [key for key in dict.fromkeys(keys) if key not in found]
+        if wanted:
+            found |= self._fetcher.open(wanted, self.max_block_bytes)
+        seconds = (time.perf_counter() - started) / max(1, len(keys))
+        for key in wanted:
+            if isinstance(block := found[key], ArrivingBlock):
+                block.then(self._counters.result)
+        return [r if isinstance(r := found[key], ArrivingBlock) else self._counters.result(r, seconds) for key in keys]
+
+    def _here(self, keys: Sequence[str]) -> dict[str, Block | Miss]:
+        """What need not be asked for: blocks that wait to be written, and what cannot be a key."""
         found: dict[str, Block | Miss] = {}
         for key in dict.fromkeys(keys):
             waiting = self._queue.get(key) if self._queue else None
@@ -111,11 +135,7 @@ class RemoteStore(BlockStore):
                 found[key] = waiting
             elif block_name(key) is None:
                 found[key] = Miss("absent", "not a key")
-        wanted = [key for key in dict.fromkeys(keys) if key not in found]
-        if wanted:
-            found |= self._fetcher.fetch(wanted, self.max_block_bytes)
-        seconds = (time.perf_counter() - started) / max(1, len(keys))
-        return [self._counters.result(found[key], seconds) for key in keys]
+        return found
 
     def _remove(self, key: str) -> bool:
         name = block_name(key)
