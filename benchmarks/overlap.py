@@ -159,7 +159,7 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--compression", default="none")
-    parser.add_argument("--queries", type=int, default=10)
+    parser.add_argument("--queries", type=int, default=8)
     parser.add_argument("--folder", help="where the blocks lie meanwhile (a temporary folder)")
     parser.add_argument("--out", default="overlap")
     args = parser.parse_args()

@@ -115,6 +115,8 @@ class Prefiller:
             for f in found:
                 if isinstance(f.block, Block):
                     lay(cache, f.segment.start, f.segment.end, f.block.kv, self.adapter.rope)
+        if cache.arriving is not None:
+            cache.arriving.lay(cache, 0)  # until its first layer has come, a request does not hold the model
         spans = [ReusedSpan(f.segment.start, f.segment.end, f.exact) for f in found if f.block is not None]
         repaired = self._choose(prompt, cache, ids, done, spans, repair, report)
         with report.stage("forward"), settled(costs):
@@ -123,13 +125,15 @@ class Prefiller:
 
     def _go_without(self, found: list[Found], arrivals: Arrivals, cache: KVCache, report: Report) -> list[Found]:
         """After a cut: what there is in place of the blocks that were lost. The rows that ran stay counted."""
+        vain = cache.rows - report.vain_tokens
         report.vain_tokens = report.forwarded_tokens = cache.rows
         cache.scoring_rows = 0.0
         lost = arrivals.lost()
         if not lost:
             raise RequestCancelled
-        why = "; ".join(f"{miss.reason}: {miss.detail}" for miss in lost.values())
-        report.warnings.append(f"begun again without a block that was lost on its way ({why})")
+        if vain:
+            why = "; ".join(f"{miss.reason}: {miss.detail}" for miss in lost.values())
+            report.warnings.append(f"{vain:.0f} tokens were forwarded in vain, a block was lost on its way ({why})")
         with report.stage("lookup"):
             return [
                 self.finder.without(f, lost[f.block]) if isinstance(f.block, ArrivingBlock) and f.block in lost else f

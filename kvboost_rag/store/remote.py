@@ -8,7 +8,7 @@ checksums, format and key agree, and a damaged one is removed. What does not com
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 
 from kvboost_rag.errors import BlockFormatError, StoreError, UsageError
@@ -34,6 +34,7 @@ MAX_BLOCK_BYTES = 1 << 30
 REFRESH_S = 30.0
 _ABSENT_S = 10.0  # how long contains() remembers that there is no block
 _ABSENT_KEYS = 4096
+Asked = Callable[[Sequence[str], int], Mapping[str, Block | ArrivingBlock | Miss]]
 
 
 class RemoteStore(BlockStore):
@@ -104,29 +105,14 @@ class RemoteStore(BlockStore):
         return self.get_many([key])[0]
 
     def get_many(self, keys: Sequence[str]) -> list[Block | Miss]:
-        started = time.perf_counter()
-        found = self._here(keys)
-        wanted = [key for key in dict.fromkeys(keys) if key not in found]
-        if wanted:
-            found |= self._fetcher.fetch(wanted, self.max_block_bytes)
-        seconds = (time.perf_counter() - started) / max(1, len(keys))
-        return [self._counters.result(found[key], seconds) for key in keys]
+        return [found for found in self._look_up(keys, self._fetcher.fetch) if not isinstance(found, ArrivingBlock)]
 
     def open_many(self, keys: Sequence[str]) -> list[Block | ArrivingBlock | Miss]:
-        started = time.perf_counter()
-        found: dict[str, Block | ArrivingBlock | Miss] = {**self._here(keys)}
-        wanted = [key for key in dict.fromkeys(keys) if key not in found]
-        if wanted:
-            found |= self._fetcher.open(wanted, self.max_block_bytes)
-        seconds = (time.perf_counter() - started) / max(1, len(keys))
-        for key in wanted:
-            if isinstance(block := found[key], ArrivingBlock):
-                block.then(self._counters.result)
-        return [r if isinstance(r := found[key], ArrivingBlock) else self._counters.result(r, seconds) for key in keys]
+        return self._look_up(keys, self._fetcher.open)
 
-    def _here(self, keys: Sequence[str]) -> dict[str, Block | Miss]:
-        """What need not be asked for: blocks that wait to be written, and what cannot be a key."""
-        found: dict[str, Block | Miss] = {}
+    def _look_up(self, keys: Sequence[str], ask: Asked) -> list[Block | ArrivingBlock | Miss]:
+        started = time.perf_counter()
+        found: dict[str, Block | ArrivingBlock | Miss] = {}
         for key in dict.fromkeys(keys):
             waiting = self._queue.get(key) if self._queue else None
             if waiting is not None and waiting.packed is not None:
@@ -135,7 +121,14 @@ class RemoteStore(BlockStore):
                 found[key] = waiting
             elif block_name(key) is None:
                 found[key] = Miss("absent", "not a key")
-        return found
+        wanted = [key for key in dict.fromkeys(keys) if key not in found]
+        if wanted:
+            found |= ask(wanted, self.max_block_bytes)
+        seconds = (time.perf_counter() - started) / max(1, len(keys))
+        for block in found.values():
+            if isinstance(block, ArrivingBlock):
+                block.then(self._counters.result)
+        return [r if isinstance(r := found[key], ArrivingBlock) else self._counters.result(r, seconds) for key in keys]
 
     def _remove(self, key: str) -> bool:
         name = block_name(key)

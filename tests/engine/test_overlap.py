@@ -14,12 +14,16 @@ from kvboost_rag import CancelToken, KVBoost
 from kvboost_rag.engine.arrivals import LOADERS
 from kvboost_rag.engine.report import Report
 from kvboost_rag.errors import BlockFormatError, StoreError, UsageError
-from kvboost_rag.store import DiskStore, MemoryStore, TieredStore
-from kvboost_rag.store.remote_link import Unavailable
+from kvboost_rag.store import DiskStore, MemoryStore, RemoteStore, TieredStore
+from kvboost_rag.store.remote_link import Link, Unavailable
 from tests.engine.helpers import DOCS, POLICIES, SYSTEM, chat, make_engine, prepared, spy
 from tests.engine.slow_store import PATIENCE_S, Gate, SlowStore
+from tests.engine.test_cost import outcomes, set_costs
 from tests.paged.helpers import least_budget
-from tests.tiny import LAYERS, tiny_model
+from tests.store.test_arriving import Broken
+from tests.store.test_remote import Shelf
+from tests.streaming.helpers import budget_for, streamed_engine
+from tests.tiny import LAYERS, save_tiny, tiny_model
 
 LONG = tuple(f"{text} {other}" for text, other in zip(DOCS, DOCS[1:] + DOCS[:1], strict=True))
 
@@ -176,6 +180,38 @@ def test_layers_are_read_in_order_over_all_blocks() -> None:
     assert store.left == []
 
 
+def test_reading_begins_before_anything_else_of_the_request_is_done() -> None:
+    begun = threading.Event()
+    engine, _ = slow(lambda key, layer: begun.set())
+    new_cache = engine.adapter.new_cache
+
+    def late(capacity: int) -> Any:
+        assert begun.wait(PATIENCE_S)
+        return new_cache(capacity)
+
+    engine.adapter.new_cache = late  # type: ignore[method-assign]
+    assert prepared(engine, chat(LONG))[1].hits == 4
+
+
+def test_until_its_first_layer_has_come_a_request_does_not_hold_the_model() -> None:
+    gate, asked = Gate(), threading.Event()
+
+    def before(key: str, layer: int) -> None:
+        asked.set()
+        gate(key, layer)
+
+    engine, _ = slow(before)
+    hits: list[int] = []
+    waiting = threading.Thread(target=lambda: hits.append(engine.generate(chat(LONG), max_new_tokens=1).report.hits))
+    waiting.start()
+    assert asked.wait(PATIENCE_S)
+    assert engine.generate("Something else, without documents.", max_new_tokens=3).report.new_tokens
+    assert hits == []
+    gate.let(LAYERS)
+    waiting.join(PATIENCE_S)
+    assert hits == [4]
+
+
 def test_blocks_in_memory_are_laid_at_once_and_nothing_is_waited_for() -> None:
     engine = make_engine()
     engine.warm(DOCS)
@@ -330,6 +366,48 @@ def test_all_blocks_may_be_lost() -> None:
 
 
 @pytest.mark.parametrize("policy", ["fast", "balanced"])
+@pytest.mark.parametrize("how", ["dies", "is silent"])
+def test_a_server_that_goes_away_midway_is_a_miss(how: str, policy: str) -> None:
+    shelf, stuck = Shelf(), threading.Event()
+    shelf.max_value_bytes = 1 << 30
+    link = Link(30.0 if how == "dies" else 0.5, attempts=1)
+    engine = make_engine(store=RemoteStore(shelf, link=link), prefix_bytes=0, on_low_fidelity="ignore")
+    engine.warm(LONG)
+    shelf.piece = max(map(len, shelf.values.values())) // 2  # header and the first layer
+    Broken(shelf, 8, ConnectionError("reset") if how == "dies" else stuck)
+    got, report = prepared(engine, chat(LONG), repair=policy)
+    stuck.set()
+    assert {c.outcome for c in report.chunks} == {"miss"}
+    assert all(c.reason.startswith("unavailable") for c in report.chunks)
+    assert report.exact
+    plain = make_engine_like(engine)
+    plain.store.clear()
+    want = prepared(plain, chat(LONG), repair=policy, chunks=LONG)[0]
+    assert torch.equal(got.logits, want.logits)
+    engine.close()
+
+
+@pytest.mark.parametrize("layer", range(LAYERS))
+def test_a_streamed_model_is_cut_and_goes_on(layer: int, tmp_path: Path) -> None:
+    path = save_tiny(tmp_path / "model")
+    store = SlowStore()
+    engine = streamed_engine(path, budget_for(path, 1), store=store, prefix_bytes=0, on_low_fidelity="ignore")
+    engine.warm(LONG[:2])
+    victim = engine.encoder().key(engine.encoder().tokenize(LONG[1]))
+
+    def before(key: str, at: int) -> None:
+        if key == victim and at == layer:
+            store.delete(victim)
+            raise BlockFormatError("torn")
+
+    store.before = before
+    got, report = prepared(engine, chat(LONG[:2], question="?"), repair="fast")
+    assert [c.outcome for c in report.chunks] == ["hit", "miss"]
+    again, _ = prepared(engine, chat(LONG[:2], question="?"), repair="fast")
+    assert torch.equal(got.logits, again.logits)
+
+
+@pytest.mark.parametrize("policy", ["fast", "balanced"])
 def test_a_store_that_breaks_is_an_error_of_ours(policy: str) -> None:
     def before(key: str, layer: int) -> None:
         if layer == 2:
@@ -404,6 +482,16 @@ def test_a_block_counts_once_and_moves_up(compression: str, tmp_path: Path) -> N
     assert torch.equal(again.logits, first.logits)
     stats = engine.store.stats()
     assert [s.hits for s in (stats, *stats.tiers)][:2] == [8, 4]
+
+
+@pytest.mark.parametrize("overlap", ["auto", False])
+def test_what_is_read_meanwhile_is_not_added_to_the_forward(overlap: Any) -> None:
+    """Loading takes 0.9 s, any forward 1 s: one after the other that is more than recomputing, side by side it is not."""
+    engine, _ = slow(cost_model=True, overlap=overlap)
+    set_costs(engine, forward=1.0, load=0.9)
+    assert outcomes(engine, chat(LONG))[0][0] == ("hit" if overlap else "miss")
+    set_costs(engine, forward=1.0, load=1.2)
+    assert outcomes(engine, chat(LONG))[0][0] == "miss"
 
 
 def test_the_cost_model_learns_how_long_blocks_took_to_come(tmp_path: Path) -> None:
