@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from kvboost_rag import CancelToken, KVBoost
-from kvboost_rag.engine.arrivals import LOADERS
+from kvboost_rag import CancelToken, KVBoost, Repair
+from kvboost_rag.engine.arrivals import LOADERS, Arrivals
 from kvboost_rag.engine.report import Report
 from kvboost_rag.errors import BlockFormatError, StoreError, UsageError
 from kvboost_rag.store import DiskStore, MemoryStore, RemoteStore, TieredStore
@@ -26,6 +26,9 @@ from tests.streaming.helpers import budget_for, streamed_engine
 from tests.tiny import LAYERS, save_tiny, tiny_model
 
 LONG = tuple(f"{text} {other}" for text, other in zip(DOCS, DOCS[1:] + DOCS[:1], strict=True))
+
+# Corrects what was laid in the very forward that may be cut: no scoring pass comes before it.
+RECIPES = {**POLICIES, "shifted at once": Repair.boundary(4).with_shift()}
 
 
 @pytest.fixture(autouse=True)
@@ -193,14 +196,15 @@ def test_reading_begins_before_anything_else_of_the_request_is_done() -> None:
     assert prepared(engine, chat(LONG))[1].hits == 4
 
 
-def test_until_its_first_layer_has_come_a_request_does_not_hold_the_model() -> None:
-    gate, asked = Gate(), threading.Event()
+def test_until_its_first_layer_has_come_a_request_does_not_hold_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, asked, lay = Gate(), threading.Event(), Arrivals.lay
 
-    def before(key: str, layer: int) -> None:
+    def asking(*args: Any) -> None:
         asked.set()
-        gate(key, layer)
+        lay(*args)
 
-    engine, _ = slow(before)
+    monkeypatch.setattr(Arrivals, "lay", asking)
+    engine, _ = slow(gate)
     hits: list[int] = []
     waiting = threading.Thread(target=lambda: hits.append(engine.generate(chat(LONG), max_new_tokens=1).report.hits))
     waiting.start()
@@ -281,7 +285,7 @@ def test_damage_in_any_layer_is_a_miss(policy: str, layer: int, tmp_path: Path) 
     assert [c.reason for c in overlapped.chunks] == [c.reason for c in waiting.chunks]
 
 
-@pytest.mark.parametrize("policy", ["fast", "balanced"])
+@pytest.mark.parametrize("policy", ["fast", "balanced", "shifted at once"])
 @pytest.mark.parametrize("layer", range(1, LAYERS))
 @pytest.mark.parametrize(
     ("error", "reason"), [(BlockFormatError("torn"), "damaged: torn"), (Unavailable("gone"), "unavailable: gone")]
@@ -304,7 +308,7 @@ def test_rows_that_ran_in_vain_are_counted(error: Exception, reason: str, layer:
     engine_and_victim += [engine, victim]
     handle = engine.adapter.model.model.layers[layer - 1].register_forward_hook(lambda *args: gate.let(LAYERS))
     with spy(engine) as rows:
-        got, report = prepared(engine, chat(LONG), repair=policy)
+        got, report = prepared(engine, chat(LONG), repair=RECIPES[policy])
     handle.remove()
     assert [c.outcome for c in report.chunks] == ["hit", "hit", "miss", "hit"]
     assert report.chunks[2].reason == reason
@@ -314,7 +318,7 @@ def test_rows_that_ran_in_vain_are_counted(error: Exception, reason: str, layer:
 
     plain = make_engine_like(engine)
     plain.store.delete(victim)
-    want, expected = prepared(plain, chat(LONG), repair=policy)
+    want, expected = prepared(plain, chat(LONG), repair=RECIPES[policy])
     assert torch.equal(got.logits, want.logits)
     assert report.forwarded_tokens - report.vain_tokens == pytest.approx(expected.forwarded_tokens)
     assert report.scoring_tokens == expected.scoring_tokens
@@ -440,6 +444,7 @@ def test_a_cancelled_request_lets_go(policy: str) -> None:
     result = engine.generate(chat(LONG), repair=policy, cancel=cancel)
     assert (result.finish_reason, result.token_ids) == ("cancelled", [])
     assert result.report.forwarded_tokens > 0, "what ran, ran"
+    assert left.is_set(), "who read was told"
     assert store.whole == []
     store.before = lambda key, layer: None
     done: list[int] = []
