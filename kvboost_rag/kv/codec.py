@@ -9,6 +9,7 @@ byte, and all that is not exactly a block is a :class:`~kvboost_rag.errors.Block
 from __future__ import annotations
 
 import struct
+import threading
 from mmap import mmap
 
 import torch
@@ -109,11 +110,15 @@ class LayerReader:
     threads. Blocks of format versions 1 and 2 have one checksum over all (:attr:`by_layer` is False): their first layer
     costs as much as the whole, and one thread reads them.
 
+    Args:
+        buffer: as long as the whole block.
+        ahead: all bytes are at hand, so that small compressed layers may be brought back several at a time.
+
     Raises:
         ForeignBlockError, BlockFormatError: the header or the token ids are not sound. Layers are not looked at yet.
     """
 
-    def __init__(self, buffer: Buffer) -> None:
+    def __init__(self, buffer: Buffer, *, ahead: bool = False) -> None:
         self._view = _as_bytes(buffer)
         self._layout = layout = read_container(self._view)
         self.by_layer = bool(layout.layer_checksums)
@@ -123,7 +128,10 @@ class LayerReader:
         self.header, self.shape, self.dtype = layout.header, layout.shape, layout.dtype
         self.token_ids = _unpack_ids(self._view, layout)
         behind = self._view[layout.kv_start :]
-        self._source = bytearray(behind) if layout.packed and behind.readonly else behind
+        self._packed = _packed(bytearray(behind) if behind.readonly else behind, layout) if layout.packed else None
+        self._at_once = self._packed.layers_at_once if ahead and self._packed is not None else 1
+        self._ahead = threading.Lock()
+        self._done: set[int] = set()  # layers that were brought back before they were asked for
         self._in_place = not layout.packed and not behind.readonly
         #: ``[num_layers, 2, num_kv_heads, num_tokens, head_dim]``; a layer holds anything before it was read.
         self.kv = (
@@ -149,13 +157,24 @@ class LayerReader:
         if not self._checked:
             _verify_first(self._view, layout)
             self._checked = True
-        if self.by_layer:
+        if self._at_once == 1:
+            self._read(index, index + 1)
+            return
+        with self._ahead:
+            if index not in self._done:
+                stop = min(index + self._at_once, layout.shape[0])
+                self._read(index, stop)
+                self._done.update(range(index, stop))
+
+    def _read(self, first: int, stop: int) -> None:
+        layout = self._layout
+        for index in range(first, stop) if self.by_layer else ():
             _verify_layer(self._view, layout, index)
-        if layout.packed:
-            _packed(self._source, layout).unpack_layer(index, self.kv)
+        if self._packed is not None:
+            self._packed.unpack_layers(first, stop, self.kv)
         elif not self._in_place:
-            raw = bytearray(_layer(self._view, layout, index))
-            self.kv[index] = torch.frombuffer(raw, dtype=layout.dtype).view(layout.shape[1:])
+            raw = bytearray(_layer(self._view, layout, first))
+            self.kv[first] = torch.frombuffer(raw, dtype=layout.dtype).view(layout.shape[1:])
 
     def layer(self, index: int) -> torch.Tensor:
         """K (without rotation) and V of layer ``index``, verified: ``[2, num_kv_heads, num_tokens, head_dim]``. A view
@@ -165,8 +184,7 @@ class LayerReader:
 
     def block(self) -> Block:
         """The whole block, without looking at it again: every layer must have been read."""
-        packed = _packed(self._source, self._layout) if self._layout.packed else None
-        return Block(self.kv, self.token_ids, self.header, packed=packed)
+        return Block(self.kv, self.token_ids, self.header, packed=self._packed)
 
 
 def bytes_before_layers(buffer: Buffer, have: int) -> int:

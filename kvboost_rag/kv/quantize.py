@@ -124,16 +124,19 @@ class Packed:
                 job.result()
         return out
 
-    def unpack_layer(self, index: int, out: torch.Tensor) -> None:
-        """Bring back one layer, into ``out[index]``; ``out`` is shaped like :meth:`unpack`'s. Different layers may be
-        brought back at once.
+    @property
+    def layers_at_once(self) -> int:
+        """How many layers are brought back at the cost of one: less than that is mostly overhead."""
+        return max(1, _PIECE // (self.heads * self.tokens * self.head_dim))
+
+    def unpack_layers(self, first: int, stop: int, out: torch.Tensor) -> None:
+        """Bring back layers ``[first, stop)``, into ``out[first:stop]``; ``out`` is shaped like :meth:`unpack`'s.
+        Others may be brought back at the same time.
 
         Raises:
             BlockFormatError: scales that are not finite.
         """
-        _unpack_layers(
-            self.data, layout_of(self.compression, self.heads, self.tokens, self.head_dim), out, index, index + 1
-        )
+        _unpack_layers(self.data, layout_of(self.compression, self.heads, self.tokens, self.head_dim), out, first, stop)
 
 
 def pack(kv: torch.Tensor, compression: str) -> Packed | None:

@@ -51,7 +51,7 @@ class BlockReader:
         """:meth:`layers`, or the whole block where its format has no checksum per layer."""
 
         def decode(buffer: memoryview, path: Path, seen: Identity) -> Block | LayeredBlock:
-            reader = LayerReader(buffer)
+            reader = LayerReader(buffer, ahead=True)
             return self._layered(reader, path, seen) if reader.by_layer else decode_block(buffer)
 
         return self._read(key, decode)
