@@ -66,6 +66,7 @@ class Engine:
         self.prefixes = PrefixCache(prefix_bytes)
         self.totals = Totals()
         self.segmenter = Segmenter(tokens, self.store.anchors, self._tokens_of_key, self.salt)
+        self.overlap = overlap
         self.prefiller = Prefiller(adapter, BlockFinder(encoder, self.store, overlap=overlap))
         self.eos_ids = end_ids(adapter)
         self.verdicts = Verdicts(encoder)

@@ -71,6 +71,7 @@ class Prefiller:
             CapacityError: no room for the request's KV.
         """
         done = hit.num_tokens if hit is not None else 0
+        report.prompt_tokens = prompt.num_tokens
         with report.stage("lookup"):
             deal = self._weigh(costs, prompt, done, repair)
             found = self._find(prompt, done, deal)
@@ -93,7 +94,7 @@ class Prefiller:
         rest = [s for s in prompt.segments if s.end > done]
         exact = _exact_tokens(rest, done, hit, found, repair, prompt.num_tokens)
         reused = sum(s.end - s.start for s in spans) - len({*repaired, *_last_in(spans, prompt.num_tokens - 1)})
-        self._note_counts(report, prompt, cache, done, reused, repaired, exact)
+        self._note_counts(report, cache, done, reused, repaired, exact)
         missed = [f.segment for f in found if f.block is None]
         skipped = deal is not None and deal.skip
         return Prepared(prompt, cache, logits, exact, [] if skipped else missed, missed if skipped else [], deal=deal)
@@ -264,16 +265,13 @@ class Prefiller:
             report.chunks.append(ChunkReport(s.start, s.end, outcome, reason, count, s.text[:60]))
 
     @staticmethod
-    def _note_counts(
-        report: Report, prompt: Prompt, cache: KVCache, done: int, reused: int, repaired: list[int], exact: int
-    ) -> None:
-        report.prompt_tokens = prompt.num_tokens
+    def _note_counts(report: Report, cache: KVCache, done: int, reused: int, repaired: list[int], exact: int) -> None:
         report.reused_tokens = done + reused
         report.repaired_tokens = len(repaired)
         report.repaired_positions = repaired
         report.forwarded_tokens = cache.rows
         report.scoring_tokens = cache.scoring_rows
-        report.exact = exact == prompt.num_tokens
+        report.exact = exact == report.prompt_tokens
 
 
 def _last_in(spans: list[ReusedSpan], last: int) -> list[int]:
