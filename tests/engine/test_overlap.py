@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 import torch
 
 from kvboost_rag import CancelToken, KVBoost, Repair
+from kvboost_rag.engine import arrivals as arrivals_module
 from kvboost_rag.engine import report as report_module
 from kvboost_rag.engine.arrivals import LOADERS, Arrivals
 from kvboost_rag.engine.report import Report
@@ -227,14 +227,23 @@ def test_blocks_in_memory_are_laid_at_once_and_nothing_is_waited_for() -> None:
 
 
 def test_no_second_is_counted_in_two_stages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a clock that ticks when it is looked at: waiting and laying happen inside other stages."""
-    ticks = count(1)
-    monkeypatch.setattr(report_module, "perf_counter", lambda: float(next(ticks)))
-    engine, _ = slow()
+    """By a clock that moves only while layers are laid, which happens inside the forward."""
+    now, lay = [0.0], arrivals_module.lay
+
+    def slowly(*args: Any) -> None:
+        now[0] += 1.0
+        lay(*args)
+
+    monkeypatch.setattr(arrivals_module, "lay", slowly)
+    monkeypatch.setattr(report_module, "perf_counter", lambda: now[0])
+    gate = Gate(open_below=1)
+    engine, _ = slow(gate)
+    handle = engine.adapter.model.model.layers[0].register_forward_hook(lambda *args: gate.let(LAYERS))
     _, report = prepared(engine, chat(LONG), repair="balanced")
-    assert {"lookup", "compose", "wait", "score", "forward"} <= set(report.stages)
-    assert min(report.stages.values()) > 0
-    assert sum(report.stages.values()) < next(ticks)
+    handle.remove()
+    assert now[0] >= 8, "the first layers of four blocks before the forward, the others inside it"
+    assert report.stages["compose"] == sum(report.stages.values()) == now[0]
+    assert {"lookup", "wait", "score", "forward"} <= set(report.stages)
 
 
 def test_only_auto_or_false() -> None:
@@ -376,7 +385,7 @@ def test_all_blocks_may_be_lost() -> None:
 def test_a_server_that_goes_away_midway_is_a_miss(how: str, policy: str) -> None:
     shelf, stuck = Shelf(), threading.Event()
     shelf.max_value_bytes = 1 << 30
-    link = Link(30.0 if how == "dies" else 0.5, attempts=1)
+    link = Link(30.0 if how == "dies" else 3.0, attempts=1)
     engine = make_engine(store=RemoteStore(shelf, link=link), prefix_bytes=0, on_low_fidelity="ignore")
     engine.warm(LONG)
     shelf.piece = max(map(len, shelf.values.values())) // 2  # header and the first layer
