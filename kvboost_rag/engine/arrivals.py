@@ -133,15 +133,19 @@ class Arrivals:
         forward may begin anew. None lost: the request was cancelled.
 
         Raises:
-            StoreError: a store broke while it was read, which no store should.
+            StoreError: see :meth:`check`.
         """
+        self.check()
         with self._state:
-            if self._error is not None:
-                raise StoreError(f"a store failed while a block was read: {self._error!r}") from self._error
             lost, self._lost = self._lost, {}
             self._blocks = [block for block in self._blocks if block not in lost]
             self._laid = 0
         return lost
+
+    def check(self) -> None:
+        """Raises StoreError: a store broke while it was read, or while it took a block, which no store should."""
+        if self._error is not None:
+            raise StoreError(f"a store failed while a block was read: {self._error!r}") from self._error
 
     # -- the loaders ---------------------------------------------------------------------------------------------------
 

@@ -87,6 +87,7 @@ class Prefiller:
                 except ForwardCut:
                     found = self._go_without(found, arrivals, cache, report)
             cache.arriving = None
+        arrivals.check()
         self._note_chunks(prompt, done, found, set(repaired), report)
         if costs is not None and deal is not None and not report.vain_tokens:
             rows = cache.rows - cache.scoring_rows

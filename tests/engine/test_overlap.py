@@ -437,6 +437,20 @@ def test_a_store_that_breaks_is_an_error_of_ours(policy: str) -> None:
     assert engine.generate(chat(LONG), max_new_tokens=1).report.hits == 4, "and no lock is held"
 
 
+def test_a_tier_that_breaks_when_it_takes_a_block_is_an_error_of_ours(tmp_path: Path) -> None:
+    near, far = MemoryStore(), DiskStore(tmp_path)
+    engine = make_engine(store=TieredStore([near, far]), prefix_bytes=0)
+    engine.warm(LONG)
+    near.clear()
+    near.put = _break  # type: ignore[method-assign]
+    with pytest.raises(StoreError, match="a bug"):
+        engine.generate(chat(LONG))
+
+
+def _break(block: object) -> bool:
+    raise ZeroDivisionError("a bug")
+
+
 # --- cancelled ------------------------------------------------------------------------------------------------------
 
 
