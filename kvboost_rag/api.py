@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from kvboost_rag.answers import Answers
 from kvboost_rag.config import Repair, Reuse, check_reuse, resolve_repair
+from kvboost_rag.engine.arrivals import check_overlap
 from kvboost_rag.engine.context import FILLER_TOKENS, canonical_context, head_context
 from kvboost_rag.engine.cost import CostModel
 from kvboost_rag.engine.encode import ChunkEncoder
@@ -69,6 +70,8 @@ class KVBoost(Answers):
             report says so. Such an answer is exact, so that an answer can change once the machine is known.
         spot_check: about this share of the approximate answers (0.01: one in a hundred) is compared with full prefill
             in idle time; :meth:`stats` has the figures.
+        overlap: ``"auto"``: blocks from tiers slower than memory are used layer by layer as they come in, the answer is
+            the same; False: they are waited for.
 
     Raises:
         UnsupportedModelError: reuse is asked for and not proved for this architecture.
@@ -97,6 +100,7 @@ class KVBoost(Answers):
         on_low_fidelity: OnLowFidelity = "warn",
         cost_model: bool = False,
         spot_check: float = 0.0,
+        overlap: Literal["auto", False] = "auto",
         attn: str = "auto",
         kv_vram: str | int | KVBudget | None = None,
         kv_backend: Any = None,
@@ -110,7 +114,7 @@ class KVBoost(Answers):
             raise UsageError(f"prefix_bytes must not be negative, got {prefix_bytes}", hint="0 holds no prefix")
         self.reuse: Reuse = check_reuse(reuse)
         check_mode(on_low_fidelity)
-        share = check_share(spot_check)
+        share, overlapped = check_share(spot_check), check_overlap(overlap)
         self.repair = resolve_repair(repair)
         self.adapter = ModelAdapter(model, tokenizer, name=name)
         if self.reuse != "off":
@@ -138,8 +142,9 @@ class KVBoost(Answers):
             self._encoder,
             prefix_bytes=prefix_bytes,
             on_low_fidelity=on_low_fidelity,
-            costs=CostModel(self.adapter, self.store) if cost_model and supported else None,
+            costs=CostModel(self.adapter, self.store, overlap=overlapped) if cost_model and supported else None,
             spot=SpotChecker(self.adapter, share) if share and supported else None,
+            overlap=overlapped,
         )
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvboost")
 

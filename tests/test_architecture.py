@@ -53,6 +53,7 @@ NEVER_REQUIRED = {"peft", "gptqmodel", "autoawq_kernels", "awq_ext", "triton", "
 # Measure one part alone, and therefore import it.
 MICRO_BENCHMARKS = {
     "benchmarks/match.py",
+    "benchmarks/overlap.py",
     "benchmarks/store.py",
     "benchmarks/store_real.py",
     "benchmarks/gpu_check.py",

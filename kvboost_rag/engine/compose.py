@@ -10,7 +10,8 @@ Empty stretches are filled by the one forward that follows; nothing reads them b
 
 from __future__ import annotations
 
-from kvboost_rag.engine.lookup import Found
+import torch
+
 from kvboost_rag.engine.prefix import PrefixHit
 from kvboost_rag.kv.rope import RopeTable
 from kvboost_rag.model.cache import KVCache
@@ -21,15 +22,14 @@ def lay_prefix(cache: KVCache, hit: PrefixHit) -> None:
     cache.take(hit.held.kv, hit.num_tokens)
 
 
-def lay_block(cache: KVCache, found: Found, rope: RopeTable) -> None:
-    """Rotate K to ``[start, end)`` and copy V, all layers in a few calls. Where the cache is paged, straight into its
-    pages, those in host memory included."""
-    assert found.block is not None, "a miss has nothing to lay"
-    start, end = found.segment.start, found.segment.end
+def lay(cache: KVCache, start: int, end: int, kv: torch.Tensor, rope: RopeTable, layers: slice = slice(None)) -> None:
+    """Rotate K of ``kv [num_layers, 2, num_kv_heads, >= end - start, head_dim]`` to ``[start, end)`` and copy V, all
+    ``layers`` (those that ``kv`` has) in a few calls. Where the cache is paged, straight into its pages, those in host
+    memory included."""
     with cache.lock:
         cache.extend(end)
-        for a, b, target in cache.fill(start, end):
-            source = found.block.kv[:, :, :, a - start : b - start]
+        for a, b, target in cache.fill(start, end, layers):
+            source = kv[:, :, :, a - start : b - start]
             if source.device != target.device:
                 source = source.to(target.device, non_blocking=True)
             rope.rotate_into(target[:, 0], source[:, 0], a)

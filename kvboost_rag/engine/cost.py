@@ -5,6 +5,8 @@ Two sums are compared before any block is loaded::
     recompute   forward(all rows)
     reuse       load(blocks, by tier) + choose(what to repair) + forward(glue + repaired rows)
 
+(where blocks are read while the forward runs, the longer of the two instead of their sum).
+
 Each term is a :class:`Curve` of this machine and model. Reuse is skipped only where recomputing takes less *at most*
 than reuse *at least*, for the request as a whole. A term that was not measured yet is no reason to skip.
 """
@@ -58,9 +60,11 @@ class Deal:
 class CostModel:
     """The costs of one model on one machine over one store; kept in the store's manifest. Thread-safe."""
 
-    def __init__(self, adapter: ModelAdapter, store: BlockStore) -> None:
+    def __init__(self, adapter: ModelAdapter, store: BlockStore, *, overlap: bool = True) -> None:
         self.adapter = adapter
         self.store = store
+        tiers = getattr(store, "tiers", [store])
+        self._overlapped = {i for i, tier in enumerate(tiers) if overlap and tier.arrives}  # tiers read meanwhile
         self.forward = Curve()  # by rows, see _work
         self.load: dict[int, Curve] = {}  # tier → by tokens
         self.choose: dict[str, Curve] = {}  # recipe → by rows
@@ -89,22 +93,29 @@ class CostModel:
 
     def _reuse_s(self, deal: Deal, num_chunks: int, repair: Repair) -> float:
         rows = deal.rows - deal.context + _repaired(deal.context, num_chunks, repair)
-        loading = sum(self.load.get(tier, Curve()).low(tokens) for tier, tokens in deal.tiers.items())
+        loading = {tier: self.load.get(tier, Curve()).low(tokens) for tier, tokens in deal.tiers.items()}
+        meanwhile = max((loading.pop(tier) for tier in self._overlapped & set(loading)), default=0.0)
         choosing = self.choose.get(deal.recipe, Curve()).low(self._work(deal.scored_rows, deal.mean_keys))
-        return loading + choosing + self.forward.low(self._work(rows, deal.mean_keys))
+        running = choosing + self.forward.low(self._work(rows, deal.mean_keys))
+        return sum(loading.values()) + max(meanwhile, running)
 
     def _work(self, rows: float, mean_keys: float) -> float:
         """Rows, with their attention: a row costs about 24·width² per layer and 4·width for every key that it sees."""
         width = self.adapter.spec.num_heads * self.adapter.spec.head_dim
         return rows * (1 + mean_keys / (6 * width))
 
-    def observe(self, deal: Deal, rows: float, hits: int, misses: int, stages: dict[str, float]) -> None:
-        """Learn from a request: ``rows`` were forwarded, of its chunks so many hit and missed; seconds by stage."""
+    def observe(
+        self, deal: Deal, rows: float, hits: int, misses: int, stages: dict[str, float], loaded_s: float = 0.0
+    ) -> None:
+        """Learn from a request: ``rows`` were forwarded, of its chunks so many hit and missed; seconds by stage, and
+        those that blocks took to come in, whatever else was done meanwhile."""
         with self._lock:
             learned = self.forward.observe(self._work(rows, deal.mean_keys), stages.get("forward", 0.0))
             if hits and not misses and len(deal.tiers) == 1:
                 curve = self.load.setdefault(next(iter(deal.tiers)), Curve())
-                learned |= curve.observe(deal.context, stages.get("lookup", 0.0) + stages.get("compose", 0.0))
+                learned |= curve.observe(
+                    deal.context, stages.get("lookup", 0.0) + loaded_s + stages.get("compose", 0.0)
+                )
                 if deal.scored_rows and "score" in stages:
                     choose = self.choose.setdefault(deal.recipe, Curve())
                     learned |= choose.observe(self._work(deal.scored_rows, deal.mean_keys), stages["score"])

@@ -32,6 +32,10 @@ class CancelToken:
         return self._event.is_set() or (self._parent is not None and self._parent.cancelled)
 
 
+class RequestCancelled(Exception):
+    """A request was cancelled before its first token, while it waited for blocks."""
+
+
 def cached_step(adapter: ModelAdapter, cache: KVCache) -> Step:
     """One decoding step over our own cache."""
 
@@ -67,3 +71,17 @@ def token_loop(
         if token in eos_ids or count + 1 == max_new_tokens or cancel.cancelled:
             return
         logits = step(token, n + count)
+
+
+def end_ids(adapter: ModelAdapter) -> frozenset[int]:
+    """Every id that ends a generation: the generation config's, the config's and the tokenizer's."""
+    generation = getattr(adapter.model, "generation_config", None)
+    found: set[int] = set()
+    for source in (
+        getattr(generation, "eos_token_id", None),
+        getattr(adapter.model.config, "eos_token_id", None),
+        adapter.tokenizer.eos_token_id,
+    ):
+        if source is not None:
+            found.update(source if isinstance(source, (list, tuple)) else [source])
+    return frozenset(int(i) for i in found)

@@ -11,7 +11,7 @@ import torch
 from kvboost_rag.chunk import Prompt, Segment
 from kvboost_rag.config import Repair
 from kvboost_rag.engine.cost import CostModel
-from kvboost_rag.engine.decode import Step, cached_step, token_loop
+from kvboost_rag.engine.decode import CancelToken, RequestCancelled, Step, cached_step, end_ids, token_loop
 from kvboost_rag.engine.encode import ChunkEncoder
 from kvboost_rag.engine.guard import FidelityGuard, OnLowFidelity
 from kvboost_rag.engine.leave import held_entry, store_missed
@@ -56,6 +56,7 @@ class Engine:
         on_low_fidelity: OnLowFidelity = "ignore",
         costs: CostModel | None = None,
         spot: SpotChecker | None = None,
+        overlap: bool = True,
     ) -> None:
         self.adapter = adapter
         self.tokens = tokens
@@ -65,8 +66,9 @@ class Engine:
         self.prefixes = PrefixCache(prefix_bytes)
         self.totals = Totals()
         self.segmenter = Segmenter(tokens, self.store.anchors, self._tokens_of_key, self.salt)
-        self.prefiller = Prefiller(adapter, BlockFinder(encoder, self.store))
-        self.eos_ids = _eos_ids(adapter)
+        self.overlap = overlap
+        self.prefiller = Prefiller(adapter, BlockFinder(encoder, self.store, overlap=overlap))
+        self.eos_ids = end_ids(adapter)
         self.verdicts = Verdicts(encoder)
         self.guard = FidelityGuard(self.verdicts, on_low_fidelity)
         self.costs = costs
@@ -151,7 +153,16 @@ class Engine:
         if request.cancel.cancelled:  # while it waited in a queue
             yield Piece("", Result("", [], "cancelled", report))
             return
-        prompt, prepared, step = self._prepare(request, report, request.max_new_tokens, self.costs)
+        try:
+            prompt, prepared, step = self._prepare(
+                request, report, request.max_new_tokens, self.costs, cancel=request.cancel
+            )
+        except RequestCancelled:
+            report.ttft_s = report.total_s = perf_counter() - started
+            self.totals.prefilled(report)
+            self.totals.answered(report, "cancelled")
+            yield Piece("", Result("", [], "cancelled", report))
+            return
         self.guard.note(request, report)
         self.totals.prefilled(report)
         watch = self._watch(request, prompt, report)
@@ -235,7 +246,12 @@ class Engine:
         return Score(ids, logprobs.cpu(), report, all_logits.cpu() if logits else None)
 
     def _prepare(
-        self, request: Request, report: Report, new_tokens: int, costs: CostModel | None = None
+        self,
+        request: Request,
+        report: Report,
+        new_tokens: int,
+        costs: CostModel | None = None,
+        cancel: CancelToken | None = None,
     ) -> tuple[Prompt, Prepared, Step]:
         if request.reuse != "off":
             self.adapter.require_reuse()
@@ -245,7 +261,9 @@ class Engine:
         if not self.adapter.runs_own_cache(prompt.num_tokens + new_tokens):
             prepared, step = plain_prefill(self.adapter, prompt, report)
             return prompt, prepared, step
-        prepared = self.prefiller.prepare(prompt, hit, request.repair, prompt.num_tokens + new_tokens, report, costs)
+        prepared = self.prefiller.prepare(
+            prompt, hit, request.repair, prompt.num_tokens + new_tokens, report, costs, cancel
+        )
         return prompt, prepared, cached_step(self.adapter, prepared.cache)
 
     def _check_length(self, prompt: int, new: int, request: Request) -> None:
@@ -277,17 +295,3 @@ class Engine:
                 f"{len(self.store.anchors)} are known; is the text changed on its way "
                 "(repr, escaping, another splitter)?",
             )
-
-
-def _eos_ids(adapter: ModelAdapter) -> frozenset[int]:
-    """Every id that ends a generation: the generation config's, the config's and the tokenizer's."""
-    generation = getattr(adapter.model, "generation_config", None)
-    found: set[int] = set()
-    for source in (
-        getattr(generation, "eos_token_id", None),
-        getattr(adapter.model.config, "eos_token_id", None),
-        adapter.tokenizer.eos_token_id,
-    ):
-        if source is not None:
-            found.update(source if isinstance(source, (list, tuple)) else [source])
-    return frozenset(int(i) for i in found)

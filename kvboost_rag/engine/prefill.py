@@ -9,8 +9,10 @@ import torch
 
 from kvboost_rag.chunk import Prompt, Segment
 from kvboost_rag.config import Repair
-from kvboost_rag.engine.compose import lay_block, lay_prefix
+from kvboost_rag.engine.arrivals import Arrivals
+from kvboost_rag.engine.compose import lay, lay_prefix
 from kvboost_rag.engine.cost import CHEAPER, CostModel, Deal, settled
+from kvboost_rag.engine.decode import CancelToken, RequestCancelled
 from kvboost_rag.engine.lookup import BlockFinder, Found
 from kvboost_rag.engine.prefix import PrefixHit
 from kvboost_rag.engine.repair import (
@@ -26,8 +28,10 @@ from kvboost_rag.engine.repair import (
 from kvboost_rag.engine.report import ChunkReport, Report
 from kvboost_rag.engine.shift import Shifter
 from kvboost_rag.engine.spread import Lesson, Spreader
+from kvboost_rag.kv.block import Block
 from kvboost_rag.model.adapter import ModelAdapter
-from kvboost_rag.model.cache import KVCache, Reviser
+from kvboost_rag.model.cache import ForwardCut, KVCache, Reviser
+from kvboost_rag.store.arriving import ArrivingBlock
 
 
 @dataclass(slots=True)
@@ -59,44 +63,95 @@ class Prefiller:
         capacity: int,
         report: Report,
         costs: CostModel | None = None,
+        cancel: CancelToken | None = None,
     ) -> Prepared:
         """Compose, repair and forward. ``capacity`` counts prompt and new tokens. ``costs`` may decide against reuse,
-        and learns from what it sees."""
-        cache = self.adapter.new_cache(capacity)
-        cache.extend(prompt.num_tokens)
-        ids = torch.tensor(prompt.token_ids, device=self.adapter.spec.device)
-        done = self._lay_prefix(cache, prompt, hit, report)
-        rest = [s for s in prompt.segments if s.end > done]
+        and learns from what it sees.
+
+        Raises:
+            RequestCancelled: by ``cancel``, while blocks were waited for.
+            CapacityError: no room for the request's KV.
+        """
+        done = hit.num_tokens if hit is not None else 0
+        report.prompt_tokens = prompt.num_tokens
         with report.stage("lookup"):
             deal = self._weigh(costs, prompt, done, repair)
             found = self._find(prompt, done, deal)
-        with report.stage("compose"), settled(costs):
-            for f in found:
-                if f.block is not None:
-                    lay_block(cache, f, self.adapter.rope)
-        spans = [ReusedSpan(f.segment.start, f.segment.end, f.exact) for f in found if f.block is not None]
-        choice = self._choose(prompt, cache, ids, done, spans, repair, report)
+        with Arrivals(found, self.adapter.rope, report, lambda: cancel is not None and cancel.cancelled) as arrivals:
+            cache = self.adapter.new_cache(capacity)
+            cache.extend(prompt.num_tokens)
+            self._lay_prefix(cache, hit, report)
+            cache.arriving = arrivals if arrivals else None
+            while True:
+                try:
+                    spans, choice, logits = self._fill(prompt, cache, done, found, repair, report, costs)
+                    break
+                except ForwardCut:
+                    found = self._go_without(found, arrivals, cache, report)
+            cache.arriving = None
+        arrivals.check()
         repaired = choice.positions
         self._note_chunks(prompt, done, found, set(repaired), report)
-        with report.stage("forward"), settled(costs):
-            logits = self._forward(cache, ids, done, spans, choice, repair)
-        if costs is not None and deal is not None:
+        if costs is not None and deal is not None and not report.vain_tokens:
             rows = cache.rows - cache.scoring_rows
-            costs.observe(deal, rows, len(spans), len(found) - len(spans), report.stages)
+            costs.observe(deal, rows, len(spans), len(found) - len(spans), report.stages, arrivals.loaded_s)
+        rest = [s for s in prompt.segments if s.end > done]
         exact = _exact_tokens(rest, done, hit, found, repair, prompt.num_tokens)
         reused = sum(s.end - s.start for s in spans) - len({*repaired, *_last_in(spans, prompt.num_tokens - 1)})
-        self._note_counts(report, prompt, cache, done, reused, repaired, exact)
+        self._note_counts(report, cache, done, reused, repaired, exact)
         missed = [f.segment for f in found if f.block is None]
         skipped = deal is not None and deal.skip
         return Prepared(prompt, cache, logits, exact, [] if skipped else missed, missed if skipped else [], deal=deal)
 
-    def _lay_prefix(self, cache: KVCache, prompt: Prompt, hit: PrefixHit | None, report: Report) -> int:
+    def _fill(
+        self,
+        prompt: Prompt,
+        cache: KVCache,
+        done: int,
+        found: list[Found],
+        repair: Repair,
+        report: Report,
+        costs: CostModel | None,
+    ) -> tuple[list[ReusedSpan], Choice, torch.Tensor]:
+        """From blocks to logits: the spans that were reused, the positions in them that were recomputed, and the
+        logits. May be done again, over the same cache. Raises ForwardCut: a block that was counted on is lost."""
+        ids = torch.tensor(prompt.token_ids, device=self.adapter.spec.device)
+        with report.stage("compose"), settled(costs):
+            for f in found:
+                if isinstance(f.block, Block):
+                    lay(cache, f.segment.start, f.segment.end, f.block.kv, self.adapter.rope)
+        if cache.arriving is not None:
+            cache.arriving.lay(cache, 0)  # until its first layer has come, a request does not hold the model
+        spans = [ReusedSpan(f.segment.start, f.segment.end, f.exact) for f in found if f.block is not None]
+        choice = self._choose(prompt, cache, ids, done, spans, repair, report)
+        with report.stage("forward"), settled(costs):
+            logits = self._forward(cache, ids, done, spans, choice, repair)
+        return spans, choice, logits
+
+    def _go_without(self, found: list[Found], arrivals: Arrivals, cache: KVCache, report: Report) -> list[Found]:
+        """After a cut: what there is in place of the blocks that were lost. The rows that ran stay counted."""
+        vain = cache.rows - report.vain_tokens
+        report.vain_tokens = report.forwarded_tokens = cache.rows
+        cache.scoring_rows = 0.0
+        lost = arrivals.lost()
+        if not lost:
+            raise RequestCancelled
+        if vain:
+            why = "; ".join(f"{miss.reason}: {miss.detail}" for miss in lost.values())
+            report.warnings.append(f"{vain:.0f} tokens were forwarded in vain, a block was lost on its way ({why})")
+        with report.stage("lookup"):
+            return [
+                self.finder.without(f, lost[f.block]) if isinstance(f.block, ArrivingBlock) and f.block in lost else f
+                for f in found
+            ]
+
+    @staticmethod
+    def _lay_prefix(cache: KVCache, hit: PrefixHit | None, report: Report) -> None:
         if hit is None:
-            return 0
+            return
         with report.stage("prefix"):
             lay_prefix(cache, hit)
         report.prefix_tokens, report.prefix_exact = hit.num_tokens, hit.exact
-        return hit.num_tokens
 
     def _weigh(self, costs: CostModel | None, prompt: Prompt, done: int, repair: Repair) -> Deal | None:
         if costs is None:
@@ -215,16 +270,13 @@ class Prefiller:
             report.chunks.append(ChunkReport(s.start, s.end, outcome, reason, count, s.text[:60]))
 
     @staticmethod
-    def _note_counts(
-        report: Report, prompt: Prompt, cache: KVCache, done: int, reused: int, repaired: list[int], exact: int
-    ) -> None:
-        report.prompt_tokens = prompt.num_tokens
+    def _note_counts(report: Report, cache: KVCache, done: int, reused: int, repaired: list[int], exact: int) -> None:
         report.reused_tokens = done + reused
         report.repaired_tokens = len(repaired)
         report.repaired_positions = repaired
         report.forwarded_tokens = cache.rows
         report.scoring_tokens = cache.scoring_rows
-        report.exact = exact == prompt.num_tokens
+        report.exact = exact == report.prompt_tokens
 
 
 def _last_in(spans: list[ReusedSpan], last: int) -> list[int]:

@@ -47,6 +47,7 @@ class Report:
     exact: bool = True  # the answer's KV equals a full prefill over the same tokens
     forwarded_tokens: float = 0.0
     scoring_tokens: float = 0.0  # of the forwarded: spent on choosing what to repair
+    vain_tokens: float = 0.0  # of the forwarded: thrown away, because a block was lost on its way
     stored_tokens: int = 0  # misses encoded and stored after the answer
     new_tokens: int = 0
     host_tokens: int = 0  # positions whose KV lies in host memory at the end (kv_vram=)
@@ -58,6 +59,7 @@ class Report:
     chunks: list[ChunkReport] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     repaired_positions: list[int] = field(default_factory=list)  # not part of as_dict
+    _inner_s: float = field(default=0.0, repr=False, compare=False)  # of stages inside the present one
 
     @property
     def hits(self) -> int:
@@ -72,7 +74,7 @@ class Report:
     def as_dict(self) -> dict[str, object]:
         """Plain JSON-able dict."""
         own = asdict(self)
-        del own["repaired_positions"]
+        del own["repaired_positions"], own["_inner_s"]
         return {**own, "hits": self.hits, "misses": self.misses}
 
     def plot(self, path: str | None = None) -> Any:
@@ -93,12 +95,15 @@ class Report:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Add the seconds of a ``with`` block to ``stages[name]``."""
+        """Add the seconds of a ``with`` block to ``stages[name]``, less those of stages inside it."""
+        outer, self._inner_s = self._inner_s, 0.0
         started = perf_counter()
         try:
             yield
         finally:
-            self.stages[name] = self.stages.get(name, 0.0) + perf_counter() - started
+            took = perf_counter() - started
+            self.stages[name] = self.stages.get(name, 0.0) + took - self._inner_s
+            self._inner_s = outer + took
 
     def table(self) -> str:
         """A plain-text table for people."""

@@ -9,6 +9,7 @@ byte, and all that is not exactly a block is a :class:`~kvboost_rag.errors.Block
 from __future__ import annotations
 
 import struct
+import threading
 from mmap import mmap
 
 import torch
@@ -35,6 +36,7 @@ __all__ = [
     "Buffer",
     "ForeignBlockError",
     "LayerReader",
+    "bytes_before_layers",
     "decode_block",
     "encode_block",
     "encode_parts",
@@ -113,28 +115,56 @@ def read_header(buffer: Buffer) -> tuple[BlockHeader, tuple[int, ...], tuple[int
 
 class LayerReader:
     """K and V of the block in ``buffer``, one layer at a time: a layer can be used when its own bytes are there and
-    have passed their checksum, whatever is true of those behind it. Blocks of format versions 1 and 2 have one checksum
-    over all, so their first layer costs as much as the whole. Not thread-safe.
+    have passed their checksum, whatever is true of those behind it. Different layers may be read at once, from several
+    threads. Blocks of format versions 1 and 2 have one checksum over all (:attr:`by_layer` is False): their first layer
+    costs as much as the whole, and one thread reads them.
+
+    Args:
+        buffer: as long as the whole block.
+        ahead: all bytes are at hand, so that small compressed layers may be brought back several at a time.
 
     Raises:
         ForeignBlockError, BlockFormatError: the header or the token ids are not sound. Layers are not looked at yet.
         MissingExtraError: layers lie in frames, and their library is not installed.
     """
 
-    def __init__(self, buffer: Buffer) -> None:
+    def __init__(self, buffer: Buffer, *, ahead: bool = False) -> None:
         self._view = _as_bytes(buffer)
-        self._layout = read_container(self._view)
-        if self._layout.framed:
+        self._layout = layout = read_container(self._view)
+        if layout.framed:
             require_zstd()
-        self._whole = not self._layout.layer_checksums  # what is left to verify with the first layer
-        if not self._whole:
-            _verify_first(self._view, self._layout)
-        self.header, self.shape, self.dtype = self._layout.header, self._layout.shape, self._layout.dtype
-        self.token_ids = _unpack_ids(self._view, self._layout)
+        self.by_layer = bool(layout.layer_checksums)
+        self._checked = self.by_layer  # up to version 2: with the first layer
+        if self.by_layer:
+            _verify_first(self._view, layout)
+        self.header, self.shape, self.dtype = layout.header, layout.shape, layout.dtype
+        self.token_ids = _unpack_ids(self._view, layout)
+        behind = self._view[layout.kv_start :]
+        self._in_place = not (layout.packed or layout.framed or behind.readonly)
+        #: ``[num_layers, 2, num_kv_heads, num_tokens, head_dim]``; a layer holds anything before it was read.
+        self.kv = (
+            torch.frombuffer(behind, dtype=layout.dtype).view(layout.shape)
+            if self._in_place
+            else torch.empty(layout.shape, dtype=layout.dtype)
+        )
+        self._packed = _packed(self._codes(behind), layout) if layout.packed else None
+        self._at_once = self._packed.layers_at_once if ahead and self._packed is not None else 1
+        self._ahead = threading.Lock()
+        self._done: set[int] = set()  # layers that were brought back before they were asked for
 
-    def layer(self, index: int) -> torch.Tensor:
-        """K (without rotation) and V of layer ``index``: ``[2, num_kv_heads, num_tokens, head_dim]``. A view where
-        :func:`decode_block` would give one; never write into it.
+    def _codes(self, behind: memoryview) -> torch.Tensor:
+        """Where a compressed block's bytes lie, or come to lie when its frames are opened."""
+        if self._layout.framed:
+            return torch.empty(self.shape[0] * self._layout.layer_bytes, dtype=torch.uint8)
+        return torch.frombuffer(bytearray(behind) if behind.readonly else behind, dtype=torch.uint8)
+
+    def end_of(self, index: int) -> int:
+        """How many bytes of the buffer must be there for layer ``index`` to be read."""
+        layout = self._layout
+        return layout.bounds[index][1] if self.by_layer else len(self._view)
+
+    def read(self, index: int) -> None:
+        """Verify layer ``index``; ``kv[index]`` can be used then.
 
         Raises:
             BlockFormatError: its bytes are damaged.
@@ -142,15 +172,56 @@ class LayerReader:
         layout = self._layout
         if not 0 <= index < layout.shape[0]:
             raise IndexError(index)
-        if self._whole:
+        if not self._checked:
             _verify_first(self._view, layout)
-            self._whole = False
-        if layout.layer_checksums:
+            self._checked = True
+        if self._at_once == 1:
+            self._read(index, index + 1)
+            return
+        with self._ahead:
+            if index not in self._done:
+                stop = min(index + self._at_once, layout.shape[0])
+                self._read(index, stop)
+                self._done.update(range(index, stop))
+
+    def _read(self, first: int, stop: int) -> None:
+        layout = self._layout
+        for index in range(first, stop) if self.by_layer else ():
             _verify_layer(self._view, layout, index)
-        source = _bytes_of(self._view, layout, index, index + 1)
-        if layout.packed:
-            return _packed(source, layout).unpack()[0]
-        return source.view(layout.dtype).view(layout.shape[1:])
+        stored = self.kv.view(layout.shape[0], -1).view(torch.uint8) if self._packed is None else self._packed.data
+        if layout.framed:
+            frames = [_stored(self._view, layout, index) for index in range(first, stop)]
+            expand(frames, layout.item, stored[first:stop].numpy())
+        elif self._packed is None and not self._in_place:
+            stored[first] = torch.frombuffer(bytearray(_stored(self._view, layout, first)), dtype=torch.uint8)
+        if self._packed is not None:
+            self._packed.unpack_layers(first, stop, self.kv)
+
+    def layer(self, index: int) -> torch.Tensor:
+        """K (without rotation) and V of layer ``index``, verified: ``[2, num_kv_heads, num_tokens, head_dim]``. A view
+        where :func:`decode_block` would give one; never write into it. Raises like :meth:`read`."""
+        self.read(index)
+        return self.kv[index]
+
+    def block(self) -> Block:
+        """The whole block, without looking at it again: every layer must have been read."""
+        return Block(self.kv, self.token_ids, self.header, packed=self._packed)
+
+
+def bytes_before_layers(buffer: Buffer, have: int) -> int:
+    """How many bytes of a block must be there before a :class:`LayerReader` can be made, as far as its first ``have``
+    bytes tell: ask again when those are there. ``buffer`` is as long as the whole block.
+
+    Raises:
+        ForeignBlockError, BlockFormatError: not a block, a damaged header.
+    """
+    view = _as_bytes(buffer)
+    if have < 8:
+        return min(8, len(view))
+    (size,) = struct.unpack_from("<Q", view)
+    if have < 8 + size <= len(view):
+        return 8 + int(size)
+    return read_container(view).kv_start
 
 
 def _stored(view: memoryview, layout: Layout, index: int) -> memoryview:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 
 from kvboost_rag.kv.packing import Part, layout_of
-from kvboost_rag.kv.unpack import unpack
+from kvboost_rag.kv.unpack import PIECE, unpack, unpack_layers
 
 _PACKED_AT_ONCE = 1 << 20
 
@@ -54,6 +54,20 @@ class Packed:
         out = torch.empty(self.shape, dtype=self.dtype)
         unpack(self.data, layout_of(self.compression, self.heads, self.tokens, self.head_dim), out)
         return out
+
+    @property
+    def layers_at_once(self) -> int:
+        """How many layers are brought back at the cost of one: less than that is mostly overhead."""
+        return max(1, PIECE // (self.heads * self.tokens * self.head_dim))
+
+    def unpack_layers(self, first: int, stop: int, out: torch.Tensor) -> None:
+        """Bring back layers ``[first, stop)``, into ``out[first:stop]``; ``out`` is shaped like :meth:`unpack`'s.
+        Others may be brought back at the same time.
+
+        Raises:
+            BlockFormatError: scales that are not finite.
+        """
+        unpack_layers(self.data, layout_of(self.compression, self.heads, self.tokens, self.head_dim), out, first, stop)
 
 
 def pack(kv: torch.Tensor, compression: str) -> Packed | None:

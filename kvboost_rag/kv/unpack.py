@@ -17,7 +17,7 @@ from kvboost_rag.errors import BlockFormatError
 from kvboost_rag.kv.packing import Layout, Part
 from kvboost_rag.kv.workers import pool, workers_for
 
-_PIECE = 1 << 19  # values brought back at once: smaller pieces spend their time between the passes
+PIECE = 1 << 19  # values brought back at once: smaller pieces spend their time between the passes
 
 
 def unpack(data: torch.Tensor, layout: Layout, out: torch.Tensor) -> None:
@@ -30,18 +30,18 @@ def unpack(data: torch.Tensor, layout: Layout, out: torch.Tensor) -> None:
     layers = out.shape[0]
     workers = workers_for(layers, out.numel())
     if workers < 2:
-        _unpack_layers(data, layout, out, 0, layers)
+        unpack_layers(data, layout, out, 0, layers)
         return
     cuts = [layers * i // workers for i in range(workers + 1)]
-    for job in [pool().submit(_unpack_layers, data, layout, out, a, b) for a, b in pairwise(cuts)]:
+    for job in [pool().submit(unpack_layers, data, layout, out, a, b) for a, b in pairwise(cuts)]:
         job.result()
 
 
-def _unpack_layers(data: torch.Tensor, layout: Layout, out: torch.Tensor, first: int, stop: int) -> None:
+def unpack_layers(data: torch.Tensor, layout: Layout, out: torch.Tensor, first: int, stop: int) -> None:
     """Layers ``[first, stop)`` of ``data`` into ``out``, in pieces that stay in the processor's cache."""
     per_head = layout.tokens * layout.head_dim
-    heads = max(1, min(layout.heads, _PIECE // per_head))
-    layers = max(1, min(stop - first, _PIECE // (per_head * layout.heads)))
+    heads = max(1, min(layout.heads, PIECE // per_head))
+    layers = max(1, min(stop - first, PIECE // (per_head * layout.heads)))
     floats = torch.empty(layers * heads * per_head)
     bytes_ = torch.empty(layers * heads * (per_head + 1), dtype=torch.uint8)
     data = data[first:stop]

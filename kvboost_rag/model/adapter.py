@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ from kvboost_rag.errors import CapacityError, ModelError, UnsupportedModelError
 from kvboost_rag.fingerprint import Fingerprint
 from kvboost_rag.kv.rope import RopeTable
 from kvboost_rag.model.attention import NAME, CausalPlan, ContextPlan, Plan, register
-from kvboost_rag.model.cache import CaptureCache, KVCache, RequestCache, StopForward
+from kvboost_rag.model.cache import CaptureCache, ForwardCut, KVCache, RequestCache, StopForward
 from kvboost_rag.model.identity import adapter_state, fingerprint_model
 from kvboost_rag.model.kernels import SDPA, Kernel, choose_kernel
 from kvboost_rag.model.packed import ONE_BY_ONE, EncodeCounts, PackedKernel, PackedPlan, choose_packed
@@ -174,7 +175,8 @@ class ModelAdapter:
                 self._count(cache, b - a)
                 kept = min(max(wanted, 1), b - a)
                 own = plan or cache.plan(positions[a:b], last_layer=self.spec.num_layers - 1 if kept == 1 else -1)
-                out = self._call(token_ids[None, a:b], positions[None, a:b], cache, own, kept)
+                with self._cut_counts(cache, b - a, b - a):
+                    out = self._call(token_ids[None, a:b], positions[None, a:b], cache, own, kept)
                 if wanted > 0:
                     logits.append(out.logits[0])
         return torch.cat(logits) if len(logits) > 1 else logits[0]
@@ -185,16 +187,24 @@ class ModelAdapter:
         """A forward that may stop early: ``plan`` or the cache raises :class:`StopForward` after ``layers`` layers."""
         with self.lock:
             cache.at(positions)
-            self._count(cache, positions.numel() * layers / self.spec.num_layers)
-            try:
+            rows = positions.numel() * layers / self.spec.num_layers
+            self._count(cache, rows)
+            with suppress(StopForward), self._cut_counts(cache, positions.numel(), rows):
                 self._call(token_ids[None], positions[None], cache, plan or cache.plan(positions), 1)
-            except StopForward:
-                return
 
     def _count(self, cache: KVCache, rows: float) -> None:
         """The honest cost of a request is counted here, where the model is called."""
         self.rows_forwarded += rows
         cache.rows += rows
+
+    @contextmanager
+    def _cut_counts(self, cache: KVCache, rows: int, counted: float) -> Iterator[None]:
+        """Of a forward that is cut, the layers that it did run are counted."""
+        try:
+            yield
+        except ForwardCut as cut:
+            self._count(cache, rows * (cut.layer + 1) / self.spec.num_layers - counted)
+            raise
 
     def encode(self, token_ids: torch.Tensor, start: int, context_kv: torch.Tensor) -> CaptureCache:
         """Run right-padded chunks ``token_ids [B, n]``, each at positions ``start..``, after one shared context."""

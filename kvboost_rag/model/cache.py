@@ -36,6 +36,22 @@ class StopForward(Exception):
     """Raised inside a forward to leave it early on purpose."""
 
 
+class ForwardCut(Exception):
+    """Raised inside a forward at ``layer``, whose cached KV will never be there: what it computed is of no use."""
+
+    def __init__(self, layer: int) -> None:
+        super().__init__(f"cut at layer {layer}")
+        self.layer = layer
+
+
+class Arriving(Protocol):
+    """Cached KV that is put in place while a forward runs, before its layer is read."""
+
+    def lay(self, cache: KVCache, layer: int) -> None:
+        """``layer`` is in place when this returns. May raise :class:`ForwardCut`."""
+        ...
+
+
 class KVCache(Cache):
     """The KV of one request, wherever it lies; keys are rotated. What the engine may ask of it is here.
 
@@ -52,6 +68,7 @@ class KVCache(Cache):
         self.length = length
         self.rows = 0.0  # rows that were run into this cache (x share of layers)
         self.scoring_rows = 0.0  # of those: spent on choosing what to repair
+        self.arriving: Arriving | None = None  # what is not in place yet
         self._reviser: Reviser | None = None
 
     # -- where the tensors are: for subclasses -------------------------------------------------------------------------
@@ -69,8 +86,9 @@ class KVCache(Cache):
         the last row's output will be used."""
         return RowsPlan(positions, last_layer=last_layer)
 
-    def fill(self, start: int, end: int) -> Iterator[Stretch]:
-        """Views of all layers to write ``[start, end)`` into, piece by piece, in order; some may be host memory."""
+    def fill(self, start: int, end: int, layers: slice = slice(None)) -> Iterator[Stretch]:
+        """Views of all (or these) layers to write ``[start, end)`` into, piece by piece, in order; some may be host
+        memory."""
         raise NotImplementedError
 
     def read(self, start: int, end: int) -> Iterator[Stretch]:
@@ -137,7 +155,9 @@ class KVCache(Cache):
             self._reviser.at(positions)
 
     def revise(self, layer: int, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Let the reviser at a layer before its rows are written."""
+        """Have a layer in place, and let the reviser at it, before its rows are written."""
+        if self.arriving is not None:
+            self.arriving.lay(self, layer)
         if self._reviser is not None:
             self._reviser.revise(self, layer, key_states[0], value_states[0])
 
@@ -183,8 +203,8 @@ class RequestCache(KVCache):
     def nbytes(self) -> int:
         return self.kv.numel() * self.kv.element_size()
 
-    def fill(self, start: int, end: int) -> Iterator[Stretch]:
-        yield start, end, self.kv[:, :, :, start:end]
+    def fill(self, start: int, end: int, layers: slice = slice(None)) -> Iterator[Stretch]:
+        yield start, end, self.kv[layers, :, :, start:end]
 
     def layer_stretches(self, layer: int, start: int, end: int, *, write: bool = False) -> Iterator[LayerStretch]:
         yield start, end, self.kv[layer, 0][:, start:end], self.kv[layer, 1][:, start:end]

@@ -17,11 +17,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from kvboost_rag.errors import UsageError
 from kvboost_rag.kv.block import Block
 from kvboost_rag.kv.layers import LayeredBlock
 from kvboost_rag.store.anchors import AnchorIndex
+
+if TYPE_CHECKING:
+    from kvboost_rag.store.arriving import ArrivingBlock
 
 # Reasons of a miss, as shown to users. Stores use these words and no others.
 REASONS = (
@@ -101,6 +105,9 @@ class BlockStore(ABC):
     #: medium is the same block.)
     compression: str = "none"
 
+    #: Whether :meth:`open_many` hands out blocks whose layers are still on their way.
+    arrives: bool = False
+
     #: Whether :meth:`prune` works here.
     prunable: bool = False
 
@@ -165,6 +172,13 @@ class BlockStore(ABC):
     def get_many(self, keys: Sequence[str]) -> list[Block | Miss]:
         """:meth:`get` for several keys, in order. Stores with slow media override it to read in parallel."""
         return [self.get(key) for key in keys]
+
+    def open_many(self, keys: Sequence[str]) -> list[Block | ArrivingBlock | Miss]:
+        """:meth:`get_many` for whoever can begin with the first layers: on slow media a block comes as soon as header
+        and token ids are verified, and its layers are read from it. It counts, and moves to faster tiers, when
+        :meth:`ArrivingBlock.finish` is called; damage in a layer is set aside and counted when it is met. The same key
+        twice may give the same block twice."""
+        return [*self.get_many(keys)]
 
     def layers(self, key: str) -> LayeredBlock | Miss:
         """The block under ``key``, header and token ids verified, to be read layer by layer: on slow media the first

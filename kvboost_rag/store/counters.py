@@ -15,7 +15,7 @@ from kvboost_rag.kv.layers import LayeredBlock
 from kvboost_rag.once import Once
 from kvboost_rag.store.base import LATENCY_BOUNDS_S, REASONS, Miss, StoreStats
 
-T = TypeVar("T", Block, LayeredBlock)
+T = TypeVar("T", bound=Block | LayeredBlock)
 
 
 class Counters:

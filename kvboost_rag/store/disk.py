@@ -21,6 +21,7 @@ from kvboost_rag.kv.codec import encode_parts
 from kvboost_rag.kv.frames import require_zstd
 from kvboost_rag.kv.layers import LayeredBlock
 from kvboost_rag.store.anchors import AnchorIndex
+from kvboost_rag.store.arriving import ArrivingBlock
 from kvboost_rag.store.base import BlockStore, Miss, Problem, StoreStats
 from kvboost_rag.store.counters import Counters, T, admit
 from kvboost_rag.store.disk_care import Care, check_prune, index_needed
@@ -67,6 +68,7 @@ class DiskStore(BlockStore):
     """
 
     prunable = True
+    arrives = True
 
     def __init__(
         self,
@@ -116,22 +118,29 @@ class DiskStore(BlockStore):
                 self.counters.count("evictions", self.care.fit(self.limit_bytes))
 
     def get(self, key: str) -> Block | Miss:
-        return self._served(self._reader.block, key)
+        return self.counters.result(*self._timed(self._reader.block, key))
 
     def layers(self, key: str) -> LayeredBlock | Miss:
-        return self._served(self._reader.layers, key)
+        return self.counters.result(*self._timed(self._reader.layers, key))
 
-    def _served(self, read: Callable[[str], T | Miss], key: str) -> T | Miss:
+    def _timed(self, read: Callable[[str], T | Miss], key: str) -> tuple[T | Miss, float]:
         started = time.perf_counter()
         found = read(key)
         if not isinstance(found, Miss):
             self.touch(key)
-        return self.counters.result(found, time.perf_counter() - started)
+        return found, time.perf_counter() - started
 
     def get_many(self, keys: Sequence[str]) -> list[Block | Miss]:
-        if len(keys) < 2:
-            return [self.get(key) for key in keys]
-        return list(self._readers.pool().map(self.get, keys))
+        return list(self._readers.pool().map(self.get, keys)) if len(keys) > 1 else [self.get(key) for key in keys]
+
+    def open_many(self, keys: Sequence[str]) -> list[Block | ArrivingBlock | Miss]:
+        return list(self._readers.pool().map(self._open, keys))
+
+    def _open(self, key: str) -> Block | ArrivingBlock | Miss:
+        found, seconds = self._timed(self._reader.opened, key)
+        if isinstance(found, LayeredBlock):
+            return ArrivingBlock(found, seconds).then(self.counters.result)
+        return self.counters.result(found, seconds)
 
     def put(self, block: Block) -> bool:
         started = time.perf_counter()

@@ -8,8 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-import torch
-
 from kvboost_rag.errors import BlockFormatError, MissingExtraError
 from kvboost_rag.kv.block import Block
 from kvboost_rag.kv.codec import LayerReader, decode_block
@@ -19,7 +17,7 @@ from kvboost_rag.store.disk_files import BlockFiles, Identity, reason_of
 from kvboost_rag.store.policy import is_expired
 
 _PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM)  # says nothing about the file itself
-T = TypeVar("T", Block, LayeredBlock)
+T = TypeVar("T", bound=Block | LayeredBlock)
 
 
 class BlockReader:
@@ -47,20 +45,27 @@ class BlockReader:
 
     def layers(self, key: str) -> LayeredBlock | Miss:
         """The block under ``key`` with its layers unread. One that turns out damaged is set aside like any other."""
-        return self._read(key, self._layered)
+        return self._read(key, lambda buffer, path, seen: self._layered(LayerReader(buffer), path, seen))
 
-    def _layered(self, buffer: memoryview, path: Path, seen: Identity) -> LayeredBlock:
-        reader = LayerReader(buffer)
+    def opened(self, key: str) -> Block | LayeredBlock | Miss:
+        """:meth:`layers`, or the whole block where its format has no checksum per layer."""
 
-        def read(index: int) -> torch.Tensor:
+        def decode(buffer: memoryview, path: Path, seen: Identity) -> Block | LayeredBlock:
+            reader = LayerReader(buffer, ahead=True)
+            return self._layered(reader, path, seen) if reader.by_layer else decode_block(buffer)
+
+        return self._read(key, decode)
+
+    def _layered(self, reader: LayerReader, path: Path, seen: Identity) -> LayeredBlock:
+        def read(index: int) -> None:
             try:
-                return reader.layer(index)
+                reader.read(index)
             except BlockFormatError:
                 if self._files.set_aside(path, seen, "damaged"):
                     self._forget(layered.key)
                 raise
 
-        layered = LayeredBlock(reader.header, reader.token_ids, reader.shape, reader.dtype, read)
+        layered = LayeredBlock(reader.header, reader.token_ids, reader.kv, read, reader.block)
         return layered
 
     def _read(self, key: str, decode: Callable[[memoryview, Path, Identity], T], *, again: bool = True) -> T | Miss:

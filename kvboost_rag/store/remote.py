@@ -8,7 +8,7 @@ checksums, format and key agree, and a damaged one is removed. What does not com
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 
 from kvboost_rag.errors import BlockFormatError, StoreError, UsageError
@@ -18,6 +18,7 @@ from kvboost_rag.kv.codec import encode_parts
 from kvboost_rag.kv.frames import require_zstd
 from kvboost_rag.store.anchor_table import Records
 from kvboost_rag.store.anchors import AnchorIndex
+from kvboost_rag.store.arriving import ArrivingBlock
 from kvboost_rag.store.base import BlockStore, Miss, Problem, StoreStats
 from kvboost_rag.store.counters import Counters, admit
 from kvboost_rag.store.disk_files import block_name, block_of_name
@@ -33,6 +34,7 @@ from kvboost_rag.store.remote_read import BlockFetcher
 
 MAX_BLOCK_BYTES = 1 << 30
 REFRESH_S = 30.0
+Asked = Callable[[Sequence[str], int], Mapping[str, Block | ArrivingBlock | Miss]]
 
 
 class RemoteStore(BlockStore):
@@ -57,6 +59,8 @@ class RemoteStore(BlockStore):
         UsageError: an argument makes no sense.
         MissingExtraError: a compression whose library is not installed.
     """
+
+    arrives = True
 
     def __init__(
         self,
@@ -108,8 +112,14 @@ class RemoteStore(BlockStore):
         return self.get_many([key])[0]
 
     def get_many(self, keys: Sequence[str]) -> list[Block | Miss]:
+        return [found for found in self._look_up(keys, self._fetcher.fetch) if not isinstance(found, ArrivingBlock)]
+
+    def open_many(self, keys: Sequence[str]) -> list[Block | ArrivingBlock | Miss]:
+        return self._look_up(keys, self._fetcher.open)
+
+    def _look_up(self, keys: Sequence[str], ask: Asked) -> list[Block | ArrivingBlock | Miss]:
         started = time.perf_counter()
-        found: dict[str, Block | Miss] = {}
+        found: dict[str, Block | ArrivingBlock | Miss] = {}
         for key in dict.fromkeys(keys):
             waiting = self._queue.get(key) if self._queue else None
             if waiting is not None:
@@ -118,10 +128,13 @@ class RemoteStore(BlockStore):
                 found[key] = Miss("absent", "not a key")
         wanted = [key for key in dict.fromkeys(keys) if key not in found]
         if wanted:
-            found |= self._fetcher.fetch(wanted, self.max_block_bytes)
+            found |= ask(wanted, self.max_block_bytes)
             self._quota.saw(found.values())
         seconds = (time.perf_counter() - started) / max(1, len(keys))
-        return [self._counters.result(found[key], seconds) for key in keys]
+        for block in found.values():
+            if isinstance(block, ArrivingBlock):
+                block.then(self._counters.result).then(lambda whole, seconds: self._quota.saw([whole]))
+        return [r if isinstance(r := found[key], ArrivingBlock) else self._counters.result(r, seconds) for key in keys]
 
     def _remove(self, key: str) -> bool:
         name = block_name(key)

@@ -15,10 +15,11 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from kvboost_rag.store.remote_quota import Ledger
 
@@ -37,6 +38,7 @@ class TooLarge:
 
 
 Value = bytes | memoryview | TooLarge | None
+Piece = int | bytes | memoryview | TooLarge | None  # a number: the size of the value that follows
 
 
 class Medium(Protocol):
@@ -49,6 +51,10 @@ class Medium(Protocol):
 
     def read(self, names: Sequence[str], limit: int) -> list[Value]:
         """The values, None where there is none. Nothing larger than ``limit`` bytes is fetched."""
+
+    def stream(self, names: Sequence[str], limit: int, starts: Sequence[int]) -> Iterator[tuple[int, Piece]]:
+        """Several values side by side, in pieces of which each comes with its name's number: first what there is (None,
+        TooLarge, or how many bytes it has), then its bytes from ``starts[i]`` on, in order."""
 
     def write(self, name: str, value: bytes) -> None:
         """Set a value, whatever was there. Readers see the old one or the new one."""
@@ -116,6 +122,48 @@ class Breaker:
                 self._until = self._clock() + self._pause
 
 
+class Call(Generic[T]):
+    """A call under way. Its outcome is told to the breaker, once."""
+
+    def __init__(self, future: Future[T], breaker: Breaker, timeout_s: float) -> None:
+        self.deadline = time.monotonic() + timeout_s
+        self._future, self._breaker, self._timeout_s = future, breaker, timeout_s
+        self._lock = threading.Lock()
+        self._told = False
+
+    def then(self, listener: Callable[[], None]) -> None:
+        """Call ``listener`` when the work is done or has failed, in whatever thread."""
+
+        def ended(future: Future[T]) -> None:
+            with suppress(Unavailable, CancelledError):
+                self.result()
+            listener()
+
+        self._future.add_done_callback(ended)
+
+    def result(self) -> T:
+        """Wait for it, until the deadline and no longer. Raises Unavailable."""
+        try:
+            result = self._future.result(max(0.0, self.deadline - time.monotonic()))
+        except (FutureTimeout, CancelledError):
+            self._future.cancel()
+            why = f"no answer within {self._timeout_s:g} s"
+            self._tell(lambda: self._breaker.failed(why, at_once=True))
+            raise Unavailable(why) from None
+        except Exception as error:
+            why = describe(error)
+            self._tell(lambda: self._breaker.failed(why))
+            raise Unavailable(why) from error
+        self._tell(self._breaker.succeeded)
+        return result
+
+    def _tell(self, how: Callable[[], None]) -> None:
+        with self._lock:
+            told, self._told = self._told, True
+        if not told:
+            how()
+
+
 class Link:
     """Calls to one server.
 
@@ -142,26 +190,21 @@ class Link:
 
     def call(self, work: Callable[[], T], *, timeout_s: float | None = None) -> T:
         """``work``, in time. Raises Unavailable, and nothing else that is an Exception."""
+        return self.begin(work, timeout_s=timeout_s).result()
+
+    def begin(self, work: Callable[[], T], *, timeout_s: float | None = None) -> Call[T]:
+        """Have ``work`` done in the background. Raises Unavailable: it is not even begun."""
         timeout_s = self.timeout_s if timeout_s is None else timeout_s
         self.breaker.enter()
         if not self._free.acquire(blocking=False):
             self.breaker.failed("all connections are busy", at_once=True)
             raise Unavailable("all connections are busy")
         future: Future[T] = Future()
+        call = Call(future, self.breaker, timeout_s)
         threading.Thread(
-            target=self._run, args=(work, future, time.monotonic() + timeout_s), name="kvboost-remote", daemon=True
+            target=self._run, args=(work, future, call.deadline), name="kvboost-remote", daemon=True
         ).start()
-        try:
-            result = future.result(timeout_s)
-        except FutureTimeout:
-            future.cancel()
-            self.breaker.failed(f"no answer within {timeout_s:g} s", at_once=True)
-            raise Unavailable(f"no answer within {timeout_s:g} s") from None
-        except Exception as error:
-            self.breaker.failed(describe(error))
-            raise Unavailable(describe(error)) from error
-        self.breaker.succeeded()
-        return result
+        return call
 
     def _run(self, work: Callable[[], T], future: Future[T], deadline: float) -> None:
         try:

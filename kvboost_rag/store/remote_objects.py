@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from kvboost_rag.errors import MissingExtraError, UsageError
-from kvboost_rag.store.remote_link import TooLarge, Value
+from kvboost_rag.store.remote_link import Piece, TooLarge, Value
 from kvboost_rag.store.remote_quota import MarkLedger
 
 _MOST = 5 << 30  # bytes of an object that is written in one request, by S3's limit
 _READERS = 8
+_PIECE = 1 << 20  # bytes
 
 
 class ObjectMedium:
@@ -82,6 +83,27 @@ class ObjectMedium:
         if size > limit:
             return TooLarge(size)
         return memoryview(answer.bytes())
+
+    def stream(self, names: Sequence[str], limit: int, starts: Sequence[int]) -> Iterator[tuple[int, Piece]]:
+        bodies: dict[int, Iterator[Any]] = {}
+        for i, answer in enumerate(self._pool.map(self._begin, names, starts)):
+            size = None if answer is None else int(answer.meta["size"])
+            yield i, TooLarge(size) if size is not None and size > limit else size
+            if answer is not None and size is not None and starts[i] < size <= limit:
+                bodies[i] = iter(answer.stream(min_chunk_size=_PIECE))
+        while bodies:
+            for i, body in list(bodies.items()):
+                piece = next(body, None)
+                if piece is None:
+                    del bodies[i]
+                else:
+                    yield i, memoryview(piece)
+
+    def _begin(self, name: str, start: int) -> Any:
+        """Headers of a value, whose body from ``start`` on comes when it is asked for; None where there is none."""
+        with suppress(*self._missing):
+            return self._obs.get(self._store, name, options={"range": {"offset": start}} if start else None)
+        return None
 
     def write(self, name: str, value: bytes) -> None:
         self._obs.put(self._store, name, value)

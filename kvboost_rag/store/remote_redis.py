@@ -12,11 +12,12 @@ from typing import Any
 
 from kvboost_rag.errors import MissingExtraError, UsageError
 from kvboost_rag.store.redis_ledger import RedisLedger
-from kvboost_rag.store.remote_link import TooLarge, Value
+from kvboost_rag.store.remote_link import Piece, TooLarge, Value
 
 DEFAULT_PREFIX = "kvboost:"
 _MOST = 512 << 20  # bytes of a string, by the server's own limit
 _PAGE = 1000
+_FIRST_PIECE, _LAST_PIECE = 128 << 10, 1 << 20  # bytes of each value at a time; the first ones come soon
 
 
 class RedisMedium:
@@ -94,6 +95,25 @@ class RedisMedium:
         for k, i in enumerate(wanted):
             found[i] = (values[k] or None) if isinstance(values[k], bytes) else b""
         return found
+
+    def stream(self, names: Sequence[str], limit: int, starts: Sequence[int]) -> Iterator[tuple[int, Piece]]:
+        left: dict[int, tuple[int, int]] = {}  # of which value, from where to where
+        for i, size in enumerate(self._sizes(names)):
+            yield i, TooLarge(size) if size and size > limit else None if size == 0 else size or 0
+            if size and size <= limit:
+                left[i] = (starts[i], size)
+        step = _FIRST_PIECE
+        while left:
+            commands = [("GETRANGE", self._key(names[i]), a, min(a + step, b) - 1) for i, (a, b) in left.items()]
+            for i, piece in zip(list(left), self._pipe(commands), strict=True):
+                if not isinstance(piece, bytes) or not piece:
+                    raise ConnectionError("a value went away while it was read")
+                yield i, piece
+                a, b = left.pop(i)
+                if a + len(piece) < b:
+                    left[i] = (a + len(piece), b)
+            left = dict(sorted(left.items()))
+            step = min(2 * step, _LAST_PIECE)
 
     def write(self, name: str, value: bytes) -> None:
         self._put(name, value)

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from typing import TypeVar
 
 from kvboost_rag.errors import UsageError
 from kvboost_rag.kv.block import Block
 from kvboost_rag.kv.compress import compress
 from kvboost_rag.kv.layers import LayeredBlock
+from kvboost_rag.store.arriving import ArrivingBlock
 from kvboost_rag.store.base import BlockStore, Miss, Problem, StoreStats
 from kvboost_rag.store.counters import Counters
 from kvboost_rag.store.policy import check_write
 from kvboost_rag.store.remote_queue import WriteQueue
 
 _CLOSE_S = 60.0  # most seconds that closing waits for writes in the background
+
+T = TypeVar("T", bound=Block | ArrivingBlock)
 
 
 class TieredStore(BlockStore):
@@ -40,6 +45,7 @@ class TieredStore(BlockStore):
         self.anchors = self.tiers[-1].anchors
         self.compression = self.tiers[-1].compression
         self.prunable = any(tier.prunable for tier in self.tiers)
+        self.arrives = any(tier.arrives for tier in self.tiers)
         self._counters = Counters()
 
     def get(self, key: str) -> Block | Miss:
@@ -62,6 +68,28 @@ class TieredStore(BlockStore):
                 break
         seconds = (time.perf_counter() - started) / max(1, len(keys))
         return [self._counters.result(found[key], seconds) for key in keys]
+
+    def open_many(self, keys: Sequence[str]) -> list[Block | ArrivingBlock | Miss]:
+        started = time.perf_counter()
+        found: dict[str, Block | ArrivingBlock | Miss] = {}
+        open_keys = list(dict.fromkeys(keys))
+        for depth, tier in enumerate(self.tiers):
+            for key, result in zip(open_keys, tier.open_many(open_keys), strict=True):
+                if isinstance(result, Block):
+                    self._spread(result, depth)
+                elif isinstance(result, ArrivingBlock):
+                    result.then(partial(self._arrived, depth))
+                found[key] = _better(found.get(key), result)
+            open_keys = [key for key in open_keys if isinstance(found[key], Miss)]
+            if not open_keys:
+                break
+        seconds = (time.perf_counter() - started) / max(1, len(keys))
+        return [r if isinstance(r := found[key], ArrivingBlock) else self._counters.result(r, seconds) for key in keys]
+
+    def _arrived(self, depth: int, result: Block | Miss, seconds: float) -> None:
+        self._counters.result(result, seconds)
+        if isinstance(result, Block):
+            self._spread(result, depth)
 
     def layers(self, key: str) -> LayeredBlock | Miss:
         started = time.perf_counter()
@@ -195,8 +223,8 @@ class TieredStore(BlockStore):
             tier.close()
 
 
-def _better(known: Block | Miss | None, result: Block | Miss) -> Block | Miss:
+def _better(known: T | Miss | None, result: T | Miss) -> T | Miss:
     """Of two tiers' answers: the block, else the miss that says more than that nothing is there."""
-    if known is None or isinstance(result, Block) or isinstance(known, Block):
+    if not isinstance(known, Miss) or not isinstance(result, Miss):
         return result
     return result if known.reason == "absent" else known

@@ -60,7 +60,9 @@ def verify(
     own: Engine = getattr(engine, "engine", engine)
     own.adapter.require_reuse()
     repair = resolve_repair(policy if policy is not None else getattr(engine, "repair", "balanced"))
-    pair = _Pair(Engine(own.adapter, own.tokens, own.encoder, prefix_bytes=0), repair, max_new_tokens)
+    pair = _Pair(
+        Engine(own.adapter, own.tokens, own.encoder, prefix_bytes=0, overlap=own.overlap), repair, max_new_tokens
+    )
     warmed = 0
     found: list[ItemCheck] = []
     with own.busy():

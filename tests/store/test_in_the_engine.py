@@ -84,7 +84,7 @@ def test_an_engine_goes_on_when_its_server_dies(remote_url: str) -> None:
     with make_engine(store=open_store(remote_url, memory_bytes=0)) as engine:
         engine.warm(DOCS)
         assert isinstance(engine.store, RemoteStore)
-        for name in ("read", "write", "create", "exists", "delete", "entries"):
+        for name in ("read", "stream", "write", "create", "exists", "delete", "entries"):
             setattr(engine.store.medium, name, _dead)
         result = engine.generate(chat(), max_new_tokens=3)
         assert {c.outcome for c in result.report.chunks} == {"miss"}

@@ -41,6 +41,7 @@ class Shelf:
         self.calls: list[str] = []
         self.failures = 0  # of the next calls
         self.stuck: threading.Event | None = None
+        self.piece = 1 << 16  # bytes of each value at a time, when streamed
 
     def _called(self, what: str) -> None:
         self.calls.append(what)
@@ -54,6 +55,19 @@ class Shelf:
         self._called("read")
         found = [self.values.get(name) for name in names]
         return [v if v is None or len(v) <= limit else TooLarge(len(v)) for v in found]  # type: ignore[misc]
+
+    def stream(
+        self, names: Sequence[str], limit: int, starts: Sequence[int]
+    ) -> Iterator[tuple[int, int | bytes | TooLarge | None]]:
+        self._called("stream")
+        values = [self.values.get(name) for name in names]
+        for i, value in enumerate(values):
+            yield i, None if value is None else len(value) if len(value) <= limit else TooLarge(len(value))
+        at = list(starts)
+        while left := [i for i, v in enumerate(values) if v is not None and at[i] < len(v) <= limit]:
+            for i in left:
+                yield i, values[i][at[i] : at[i] + self.piece]  # type: ignore[index]
+                at[i] += self.piece
 
     def write(self, name: str, value: bytes) -> None:
         self._called("write")

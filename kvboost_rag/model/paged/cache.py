@@ -60,12 +60,12 @@ class PagedCache(KVCache):
 
     # -- reading and writing in place ----------------------------------------------------------------------------------
 
-    def fill(self, start: int, end: int) -> Iterator[Stretch]:
+    def fill(self, start: int, end: int, layers: slice = slice(None)) -> Iterator[Stretch]:
         self.pool.courier.quiet()
         for a, b, segment, offset in self.table.host_pieces(start, end):
-            yield a, b, segment.kv[:, :, :, offset : offset + b - a]
+            yield a, b, segment.kv[layers, :, :, offset : offset + b - a]
         for a, b, place in self.table.device_pieces(start, end):
-            yield a, b, self.pool.kv[:, :, :, place : place + b - a]
+            yield a, b, self.pool.kv[layers, :, :, place : place + b - a]
 
     def layer_stretches(
         self, layer: int, start: int, end: int, *, write: bool = False, ahead: bool = False
