@@ -180,6 +180,12 @@ class BlockFiles:
         """Temporary files whose writer is gone."""
         return [path for path in sorted(self.tmp.glob("*.tmp")) if _is_abandoned(path)]
 
+    def sweep(self) -> None:
+        """Remove what writers that were killed left behind."""
+        for path in self.abandoned():
+            with suppress(OSError):
+                path.unlink()
+
 
 @contextmanager
 def folder_lock(root: Path) -> Iterator[None]:

@@ -23,7 +23,7 @@ from kvboost_rag.store.base import BlockStore, Miss, Problem, StoreStats
 from kvboost_rag.store.counters import Counters, admit
 from kvboost_rag.store.disk_files import block_name, block_of_name
 from kvboost_rag.store.policy import check_quota, check_ttl, check_write
-from kvboost_rag.store.remote_absent import Absences
+from kvboost_rag.store.remote_absent import Presence
 from kvboost_rag.store.remote_anchors import AnchorSync
 from kvboost_rag.store.remote_check import check_blocks, drop_all, measure
 from kvboost_rag.store.remote_link import Link, Medium, Unavailable
@@ -92,7 +92,7 @@ class RemoteStore(BlockStore):
         self._counters = Counters()
         self._manifest = RemoteManifest(medium, self.link, self._warn)
         self._quota = RemoteQuota(medium.ledger(), medium.write, check_quota(tenant_bytes))
-        self._absent = Absences()
+        self._presence = Presence(medium, self.link, self._warn)
         self._fetcher = BlockFetcher(medium, self.link, self.ttl_s, self._remove, self._warn)
         self._unreadable = self._fetcher.unreadable
         self._queue = WriteQueue(self._send) if write == "back" else None
@@ -158,9 +158,9 @@ class RemoteStore(BlockStore):
         return True
 
     def _is_there(self, key: str) -> bool:
-        if key in self._unreadable or key in self._absent:
+        if key in self._unreadable or key in self._presence.absent:
             return False
-        return (self._queue is not None and key in self._queue) or self._ask(key) is True
+        return (self._queue is not None and key in self._queue) or self._presence.ask(key) is True
 
     def _send(self, block: Block) -> bool:
         """Write a block to the server; False, with one warning, if it did not get there."""
@@ -177,30 +177,14 @@ class RemoteStore(BlockStore):
             self._counters.count("evictions", self.link.call(write, timeout_s=self._write_timeout))
         except Unavailable as error:
             return self._counters.skip("unavailable", f"the remote store does not take it ({error})")
-        self._absent.drop(block.key)
+        self._presence.absent.drop(block.key)
         self._unreadable.discard(block.key)
         return self._counters.wrote(time.perf_counter() - started)
 
     def contains(self, key: str) -> bool:
         if self._queue is not None and key in self._queue:
             return True
-        if key in self._absent:
-            return False
-        there = self._ask(key)
-        if there is False:
-            self._absent.add(key)
-        return there is True
-
-    def _ask(self, key: str) -> bool | None:
-        """Whether the server has ``key``; None if it does not answer."""
-        name = block_name(key)
-        if name is None:
-            return False
-        try:
-            return self.link.call(lambda: self.medium.exists(name))
-        except Unavailable as error:
-            self._warn(error)
-            return None
+        return self._presence.there(key)
 
     def delete(self, key: str) -> bool:
         waited = self._queue is not None and self._queue.drop(key)
@@ -256,7 +240,7 @@ class RemoteStore(BlockStore):
             self.sync.clear()
         except Unavailable as error:
             self._warn(error)
-        self._absent.clear()
+        self._presence.absent.clear()
         self.anchors.clear()
         return dropped
 
