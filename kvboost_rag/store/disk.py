@@ -148,12 +148,12 @@ class DiskStore(BlockStore):
         if self.contains(block.key) and block.key == block.derive_key():
             self.touch(block.key)
             return True
-        block = admit(block, keep_text=self.keep_text, compression=self.compression)
         assert path is not None, block.key
         try:
+            block = admit(block, keep_text=self.keep_text, compression=self.compression)
             parts = encode_parts(block, framed=self.choice.framed)
-        except BlockFormatError as error:
-            return self.counters.skip("format", str(error))
+        except (BlockFormatError, MemoryError) as error:
+            return self.counters.unfit(error)
         size = sum(len(part) for part in parts)
         limit = min(self.limit_bytes, self.settings.tenant_bytes or self.limit_bytes)
         if size > limit:

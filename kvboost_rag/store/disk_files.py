@@ -217,7 +217,7 @@ def _write_all(fd: int, part: bytes | memoryview) -> None:
 
 def _is_abandoned(path: Path) -> bool:
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe would wait for a writer
     except OSError:
         return False
     try:

@@ -149,13 +149,15 @@ class RemoteStore(BlockStore):
         return had
 
     def put(self, block: Block) -> bool:
-        if block.key != block.derive_key() or not self._is_there(block.key):
+        if block.key == block.derive_key() and self._is_there(block.key):
+            return True
+        try:
             block = admit(block, keep_text=self.keep_text, compression=self.compression)
-            if self._queue is None:
-                return self._send(block)
-            if not self._queue.add(block):
-                return self._counters.skip("queue", "too many blocks wait to be written to the remote store")
-        return True
+        except MemoryError as error:
+            return self._counters.unfit(error)
+        if self._queue is None:
+            return self._send(block)
+        return self._queue.add(block) or self._counters.skip("queue", "too many blocks wait to be written to it")
 
     def _is_there(self, key: str) -> bool:
         if key in self._unreadable or key in self._presence.absent:
@@ -167,8 +169,8 @@ class RemoteStore(BlockStore):
         started, name = time.perf_counter(), str(block_name(block.key))
         try:
             value = b"".join(encode_parts(block, framed=self._choice.framed))
-        except BlockFormatError as error:
-            return self._counters.skip("format", str(error))
+        except (BlockFormatError, MemoryError) as error:
+            return self._counters.unfit(error)
         limit = min(self.medium.max_value_bytes, self.max_block_bytes, self._quota.limit or self.max_block_bytes)
         if len(value) > limit:
             return self._counters.skip("too large", f"{len(value)} bytes do not fit the limit of {limit}")
@@ -182,13 +184,15 @@ class RemoteStore(BlockStore):
         return self._counters.wrote(time.perf_counter() - started)
 
     def contains(self, key: str) -> bool:
-        if self._queue is not None and key in self._queue:
-            return True
-        return self._presence.there(key)
+        return (self._queue is not None and key in self._queue) or self._presence.there(key)
 
     def delete(self, key: str) -> bool:
         waited = self._queue is not None and self._queue.drop(key)
         return self._remove(key) or waited
+
+    def delete_tagged(self, tag: str) -> int:
+        waiting = self._queue.tagged(tag) if self._queue is not None else []
+        return sum([self.delete(key) for key in waiting]) + super().delete_tagged(tag)
 
     def touch(self, key: str) -> None:
         self._quota.touch(key)

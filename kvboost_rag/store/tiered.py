@@ -56,8 +56,8 @@ class TieredStore(BlockStore):
         found: dict[str, Block | Miss] = {}
         open_keys = list(dict.fromkeys(keys))
         for depth, tier in enumerate(self.tiers):
-            if depth == 1 and self._queue is not None:
-                found |= {key: block for key in open_keys if (block := self._queue.get(key)) is not None}
+            if depth == 1:
+                found |= self._waiting(open_keys)
                 open_keys = [key for key in open_keys if isinstance(found[key], Miss)]
             for key, result in zip(open_keys, tier.get_many(open_keys), strict=True):
                 if isinstance(result, Block):
@@ -74,6 +74,9 @@ class TieredStore(BlockStore):
         found: dict[str, Block | ArrivingBlock | Miss] = {}
         open_keys = list(dict.fromkeys(keys))
         for depth, tier in enumerate(self.tiers):
+            if depth == 1:
+                found |= self._waiting(open_keys)
+                open_keys = [key for key in open_keys if isinstance(found[key], Miss)]
             for key, result in zip(open_keys, tier.open_many(open_keys), strict=True):
                 if isinstance(result, Block):
                     self._spread(result, depth)
@@ -94,8 +97,9 @@ class TieredStore(BlockStore):
     def layers(self, key: str) -> LayeredBlock | Miss:
         started = time.perf_counter()
         found: LayeredBlock | Miss = Miss("absent")
-        for tier in self.tiers:
-            result = tier.layers(key)
+        for depth, tier in enumerate(self.tiers):
+            waiting = self._waiting([key]).get(key) if depth == 1 else None
+            result = tier.layers(key) if waiting is None else LayeredBlock.of(waiting)
             if isinstance(result, LayeredBlock):
                 return self._counters.result(result, time.perf_counter() - started)
             found = result if result.reason != "absent" else found
@@ -114,7 +118,10 @@ class TieredStore(BlockStore):
 
     def put(self, block: Block) -> bool:
         started = time.perf_counter()
-        block = compress(block, self.compression)
+        try:
+            block = compress(block, self.compression)
+        except MemoryError as error:
+            return self._counters.unfit(error)
         kept = [self.tiers[0].put(block)]
         if self._queue is not None and self._queue.add(block):
             kept.append(True)
@@ -132,6 +139,12 @@ class TieredStore(BlockStore):
         """Wait until every tier has what was put. False if that took longer."""
         return self._queue is None or self._queue.flush(timeout_s)
 
+    def _waiting(self, keys: Sequence[str]) -> dict[str, Block]:
+        """Blocks on their way to the slower tiers, which the first one may have dropped, or never taken."""
+        if self._queue is None:
+            return {}
+        return {key: block for key in keys if (block := self._queue.get(key)) is not None}
+
     def _waits(self, key: str) -> bool:
         return self._queue is not None and key in self._queue
 
@@ -143,8 +156,8 @@ class TieredStore(BlockStore):
         return next(near, len(self.tiers) - 1)
 
     def delete(self, key: str) -> bool:
-        self.flush()
-        return any([tier.delete(key) for tier in self.tiers])
+        waited = self._queue is not None and self._queue.drop(key)
+        return any([tier.delete(key) for tier in self.tiers]) or waited
 
     def prune(self, max_bytes: int | None = None, older_than_s: float | None = None) -> int:
         """Prune the tiers that can be: one in memory goes with its process, a server prunes by its own rules."""
@@ -154,8 +167,9 @@ class TieredStore(BlockStore):
         return sum([tier.prune(max_bytes, older_than_s) for tier in prunable])
 
     def delete_tagged(self, tag: str) -> int:
-        self.flush()
-        return max([tier.delete_tagged(tag) for tier in self.tiers])
+        waiting = self._queue.tagged(tag) if self._queue is not None else []
+        dropped = sum([self.delete(key) for key in waiting])
+        return dropped + max([tier.delete_tagged(tag) for tier in self.tiers])
 
     def pin(self, keys: Iterable[str]) -> int:
         self.flush()
@@ -197,7 +211,8 @@ class TieredStore(BlockStore):
         return [problem for tier in self.tiers for problem in tier.check(fix)]
 
     def clear(self) -> int:
-        self.flush()
+        if self._queue is not None:
+            self._queue.clear()
         return max([tier.clear() for tier in self.tiers])
 
     def get_meta(self, name: str) -> bytes | None:
