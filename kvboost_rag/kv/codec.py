@@ -156,8 +156,8 @@ class LayerReader:
         )
         self._packed = _packed(self._codes(behind), layout) if layout.packed else None
         self._at_once = self._packed.layers_at_once if ahead and self._packed is not None else 1
-        self._ahead = threading.Lock()
-        self._done: set[int] = set()  # layers that were brought back before they were asked for
+        self._locks = [threading.Lock() for _ in range(layout.shape[0] if self._at_once == 1 else 1)]
+        self._done: set[int] = set()  # layers that were brought back, perhaps before they were asked for
 
     def _codes(self, behind: memoryview) -> torch.Tensor:
         """Where a compressed block's bytes lie, or come to lie when its frames are opened."""
@@ -183,14 +183,13 @@ class LayerReader:
         if not self._checked:
             _verify_first(self._view, layout)
             self._checked = True
-        if self._at_once == 1:
-            self._read(index, index + 1)
-            return
-        with self._ahead:
-            if index not in self._done:
-                stop = min(index + self._at_once, layout.shape[0])
-                self._read(index, stop)
-                self._done.update(range(index, stop))
+        with self._locks[index % len(self._locks)]:
+            if index in self._done:  # never again: somebody may be using it, and what is unpacked is not right at once
+                return
+            ahead = range(index + 1, min(index + self._at_once, layout.shape[0]))
+            stop = next((layer for layer in ahead if layer in self._done), ahead.stop)
+            self._read(index, stop)
+            self._done.update(range(index, stop))
 
     def _read(self, first: int, stop: int) -> None:
         layout = self._layout

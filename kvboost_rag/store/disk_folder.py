@@ -43,6 +43,11 @@ def open_folder(folder: str | Path) -> Path:
     return path
 
 
+def is_store(folder: str | Path) -> bool:
+    """Whether ``folder`` holds a store, of whatever layout; one whose marker was lost is known by its blocks."""
+    return any(os.path.lexists(os.path.join(folder, name)) for name in (_MARKER, "blocks"))
+
+
 def read_regular(path: Path, limit: int) -> bytes:
     """The bytes of a file, never of a pipe or a device, which could keep whoever opens them waiting for ever.
 
