@@ -75,7 +75,8 @@ def stats(store: str, salt: str | None, as_json: bool) -> None:
 @common.ttl_option
 @common.json_option
 def set_(store: str, limit: int | None, ttl: float | None, as_json: bool, **given: Any) -> None:
-    """Change what a folder remembers: limits hold at once, compression for what is written from now on."""
+    """Change what a folder remembers: limits hold at once, compression for what is written from now on. A process that
+    has the folder open keeps what it opened it with."""
     if "://" in store:
         hint = "give them where the server is used: warmup --tenant-bytes …"
         raise UsageError("servers remember no settings", hint=hint)

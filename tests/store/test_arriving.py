@@ -300,3 +300,18 @@ def test_a_medium_streams_values_side_by_side_and_from_the_middle(server: str, r
         assert bodies[:3] == [values[name][start:] for name, start in zip(names[:3], starts, strict=False)]
         assert bodies[3:] == [b"", b""]
         assert len(got[0]) > 2, "in pieces"
+
+
+def test_a_server_that_sends_nothing_for_ever_is_not_listened_to_for_ever() -> None:
+    shelf, store = shelf_with(BLOCKS[:2], timeout_s=0.3)
+
+    def nothing(names: Sequence[str], limit: int, starts: Sequence[int]) -> Iterator[Any]:
+        yield from ((i, 1000) for i in range(len(names)))
+        while True:
+            yield 0, b""
+
+    shelf.stream = nothing  # type: ignore[assignment, method-assign]
+    with store:
+        found = store.open_many([block.key for block in BLOCKS[:2]])
+        assert [miss.reason for miss in found if isinstance(miss, Miss)] == ["unavailable"] * 2
+        assert no_call_is_left()

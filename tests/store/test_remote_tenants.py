@@ -359,3 +359,20 @@ def test_a_block_that_is_dropped_from_the_books_while_it_is_written_does_not_sta
     first.join()
     assert ledger.held(tenant) == 200
     assert sorted(name for name in shelf.values if name.startswith("blocks/")) == sorted(names[1:])
+
+
+@pytest.mark.parametrize("kind", ["redis", "cluster"])
+def test_a_block_that_is_written_again_while_it_is_removed_goes_on_counting(
+    kind: str, request: pytest.FixtureRequest
+) -> None:
+    """Between the removal of the value and of its entry another machine may have written both anew."""
+    tenant = tenant_of("tenant-a")
+    with open_url(request.getfixturevalue(f"{kind}_url")) as store:
+        store.put(A[0])
+        ledger = store.medium.ledger()
+        held = ledger.held(tenant)
+        assert held > 0
+        ledger.removed(str(block_name(A[0].key)), tenant)
+        assert ledger.held(tenant) == held
+        store.delete(A[0].key)
+        assert ledger.held(tenant) == 0
