@@ -47,6 +47,7 @@ class TieredStore(BlockStore):
         self.prunable = any(tier.prunable for tier in self.tiers)
         self.arrives = any(tier.arrives for tier in self.tiers)
         self._counters = Counters()
+        self._deletions = 0  # blocks that were on their way when something was deleted do not move up
 
     def get(self, key: str) -> Block | Miss:
         return self.get_many([key])[0]
@@ -81,7 +82,7 @@ class TieredStore(BlockStore):
                 if isinstance(result, Block):
                     self._spread(result, depth)
                 elif isinstance(result, ArrivingBlock):
-                    result.then(partial(self._arrived, depth))
+                    result.then(partial(self._arrived, depth, self._deletions))
                 found[key] = _better(found.get(key), result)
             open_keys = [key for key in open_keys if isinstance(found[key], Miss)]
             if not open_keys:
@@ -89,9 +90,9 @@ class TieredStore(BlockStore):
         seconds = (time.perf_counter() - started) / max(1, len(keys))
         return [r if isinstance(r := found[key], ArrivingBlock) else self._counters.result(r, seconds) for key in keys]
 
-    def _arrived(self, depth: int, result: Block | Miss, seconds: float) -> None:
+    def _arrived(self, depth: int, deletions: int, result: Block | Miss, seconds: float) -> None:
         self._counters.result(result, seconds)
-        if isinstance(result, Block):
+        if isinstance(result, Block) and deletions == self._deletions:
             self._spread(result, depth)
 
     def layers(self, key: str) -> LayeredBlock | Miss:
@@ -156,6 +157,7 @@ class TieredStore(BlockStore):
         return next(near, len(self.tiers) - 1)
 
     def delete(self, key: str) -> bool:
+        self._deletions += 1
         waited = self._queue is not None and self._queue.drop(key)
         return any([tier.delete(key) for tier in self.tiers]) or waited
 
@@ -167,6 +169,7 @@ class TieredStore(BlockStore):
         return sum([tier.prune(max_bytes, older_than_s) for tier in prunable])
 
     def delete_tagged(self, tag: str) -> int:
+        self._deletions += 1
         waiting = self._queue.tagged(tag) if self._queue is not None else []
         dropped = sum([self.delete(key) for key in waiting])
         return dropped + max([tier.delete_tagged(tag) for tier in self.tiers])
@@ -211,6 +214,7 @@ class TieredStore(BlockStore):
         return [problem for tier in self.tiers for problem in tier.check(fix)]
 
     def clear(self) -> int:
+        self._deletions += 1
         if self._queue is not None:
             self._queue.clear()
         return max([tier.clear() for tier in self.tiers])
