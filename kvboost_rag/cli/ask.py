@@ -9,6 +9,7 @@ import click
 
 from kvboost_rag.cli import common
 from kvboost_rag.cli.retrieve import best_chunks
+from kvboost_rag.cli.values import text_value
 from kvboost_rag.config import REUSE_MODES
 from kvboost_rag.errors import UsageError
 from kvboost_rag.warmup import Corpus, SourceChunk, SplitOptions, unique
@@ -63,7 +64,7 @@ def command(question: str, paths: tuple[str, ...], **params: Any) -> None:
     if params["stream"] and params["as_json"]:
         raise UsageError("--stream and --json exclude each other", hint="--json prints one object at the end")
     options = common.EngineOptions.take(params)
-    system = common.text_value(params["system"]) or ""
+    system = text_value(params["system"]) or ""
     corpus = Corpus(paths, split=SplitOptions(params["chunk_size"], params["chunk_overlap"]), skip_unknown=True)
     chunks = best_chunks(question, list(unique(corpus)), params["count"])
     common.list_problems(corpus.problems, {})

@@ -10,11 +10,11 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
+from kvboost_rag.cli.values import salt_value, text_value
 from kvboost_rag.errors import UsageError
 from kvboost_rag.warmup.source import InputProblem
 
@@ -73,25 +73,6 @@ def parsed(parse: Callable[[str], Any]) -> Callable[[click.Context, click.Parame
             raise click.BadParameter(str(exc), ctx=ctx, param=param) from exc
 
     return convert
-
-
-def text_value(value: str | None) -> str | None:
-    """An option's text; ``@file`` stands for the file's contents.
-
-    Raises:
-        UsageError: the file cannot be read.
-    """
-    if value is None or not value.startswith("@"):
-        return value
-    try:
-        return Path(value[1:]).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as exc:
-        raise UsageError(f"{value[1:]} cannot be read: {exc}", hint="@FILE names a UTF-8 text file") from exc
-
-
-def salt_value(value: str | None) -> str:
-    """A tenant's salt, as given or, with ``@file``, from a file (without the line's end). Raises UsageError."""
-    return (text_value(value) or "").rstrip("\r\n")
 
 
 @dataclass(frozen=True, slots=True)

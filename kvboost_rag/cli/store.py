@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvboost_rag.cli import common
+from kvboost_rag.cli.values import salt_value
 from kvboost_rag.errors import UsageError
 
 if TYPE_CHECKING:
@@ -20,14 +21,15 @@ def open_existing(spec: str, **options: Any) -> BlockStore:
     """The store at ``spec``, with options of ``open_store``. Tests put their own in place of this function.
 
     Raises:
-        UsageError: a folder that is not there (a store is made by the warm-up, not by looking at it).
+        UsageError: a folder that is not there, or is no store (one is made by the warm-up, not by looking at it).
         StoreError: it cannot be opened.
     """
+    from kvboost_rag.store.disk_folder import is_store
     from kvboost_rag.store.open import open_store  # brings torch
 
     if "://" not in spec:
         spec = os.path.expanduser(spec)
-        if not os.path.isdir(spec):
+        if not is_store(spec):
             raise UsageError(f"no store at {spec}", hint="kvboost-rag warmup makes one; --store names it")
     return open_store(spec, memory_bytes=0, **options)
 
@@ -55,7 +57,7 @@ def stats(store: str, salt: str | None, as_json: bool) -> None:
     with _opened(store) as opened:
         found, usage = opened.stats(), None
         if salt is not None:
-            usage = opened.tenant_usage(common.salt_value(salt))
+            usage = opened.tenant_usage(salt_value(salt))
     if as_json:
         common.print_json({**found.as_dict(), **({} if usage is None else {"tenant_usage": usage})})
         return
@@ -73,7 +75,8 @@ def stats(store: str, salt: str | None, as_json: bool) -> None:
 @common.ttl_option
 @common.json_option
 def set_(store: str, limit: int | None, ttl: float | None, as_json: bool, **given: Any) -> None:
-    """Change what a folder remembers: limits hold at once, compression for what is written from now on."""
+    """Change what a folder remembers: limits hold at once, compression for what is written from now on. A process that
+    has the folder open keeps what it opened it with."""
     if "://" in store:
         hint = "give them where the server is used: warmup --tenant-bytes …"
         raise UsageError("servers remember no settings", hint=hint)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvboost_rag.cli import common
+from kvboost_rag.cli.values import text_value
 from kvboost_rag.errors import UsageError
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ def command(questions: str, **params: Any) -> None:
     from kvboost_rag.verify.items import SYSTEM
 
     options = common.EngineOptions.take(params)
-    system = common.text_value(params["system"])
+    system = text_value(params["system"])
     items = read_items(questions, params["limit"], SYSTEM if system is None else system)
     with common.engine_for(options) as engine:
         report = engine.verify(

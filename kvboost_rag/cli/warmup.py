@@ -14,6 +14,7 @@ from click.core import ParameterSource
 
 from kvboost_rag.cli import common
 from kvboost_rag.cli.jobs import PARENT, child_arguments, run_jobs
+from kvboost_rag.cli.values import text_value
 from kvboost_rag.errors import UsageError
 from kvboost_rag.warmup import Corpus, SplitOptions, WarmPlan, WarmReport, plan, warm
 from kvboost_rag.warmup.progress import format_seconds
@@ -72,7 +73,7 @@ def command(ctx: click.Context, /, paths: tuple[str, ...], **params: Any) -> Non
     """
     options = common.EngineOptions.take(params)
     corpus = _corpus(paths, params)
-    head = common.text_value(params["head"])
+    head = text_value(params["head"])
     corpus.require_readers()
     if not params["dry_run"] and options.store in (None, "memory"):
         raise UsageError("a warm-up into a store that ends with this process is lost", hint="--store DIR")

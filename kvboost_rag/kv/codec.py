@@ -29,6 +29,7 @@ from kvboost_rag.kv.container import (
     write_container,
 )
 from kvboost_rag.kv.frames import expand, require_zstd, squeeze
+from kvboost_rag.kv.memory import within_memory
 from kvboost_rag.kv.quantize import Packed
 
 __all__ = [
@@ -46,6 +47,7 @@ __all__ = [
 Buffer = bytes | bytearray | memoryview | mmap
 
 
+@within_memory()
 def encode_parts(block: Block, *, framed: bool = False) -> list[memoryview | bytes]:
     """The bytes of ``block`` as pieces to write one after the other; the tensor's own memory is not copied. A block
     with a compressed form (``block.packed``) is written in that form.
@@ -55,6 +57,7 @@ def encode_parts(block: Block, *, framed: bool = False) -> list[memoryview | byt
 
     Raises:
         BlockFormatError: the block cannot be written in this format (dtype, size, header values).
+        MemoryError: there is not enough.
         MissingExtraError: ``framed``, and the library for it is not installed.
     """
     if DTYPE_NAMES.get(block.kv.dtype) is None:
@@ -74,6 +77,7 @@ def encode_block(block: Block, *, framed: bool = False) -> bytes:
     return b"".join(encode_parts(block, framed=framed))
 
 
+@within_memory()
 def decode_block(buffer: Buffer, *, verify: bool = True) -> Block:
     """The block in ``buffer``, which must hold nothing else.
 
@@ -89,6 +93,7 @@ def decode_block(buffer: Buffer, *, verify: bool = True) -> Block:
         ForeignBlockError: not a block of ours, or of another format version.
         BlockFormatError: a damaged block.
         MissingExtraError: a sound block (as far as it was verified) in frames, and their library is not installed.
+        MemoryError: there is not enough for what it unpacks to.
     """
     view = _as_bytes(buffer)
     layout = read_container(view)
@@ -126,8 +131,10 @@ class LayerReader:
     Raises:
         ForeignBlockError, BlockFormatError: the header or the token ids are not sound. Layers are not looked at yet.
         MissingExtraError: layers lie in frames, and their library is not installed.
+        MemoryError: there is not enough.
     """
 
+    @within_memory()
     def __init__(self, buffer: Buffer, *, ahead: bool = False) -> None:
         self._view = _as_bytes(buffer)
         self._layout = layout = read_container(self._view)
@@ -149,8 +156,8 @@ class LayerReader:
         )
         self._packed = _packed(self._codes(behind), layout) if layout.packed else None
         self._at_once = self._packed.layers_at_once if ahead and self._packed is not None else 1
-        self._ahead = threading.Lock()
-        self._done: set[int] = set()  # layers that were brought back before they were asked for
+        self._locks = [threading.Lock() for _ in range(layout.shape[0] if self._at_once == 1 else 1)]
+        self._done: set[int] = set()  # layers that were brought back, perhaps before they were asked for
 
     def _codes(self, behind: memoryview) -> torch.Tensor:
         """Where a compressed block's bytes lie, or come to lie when its frames are opened."""
@@ -163,6 +170,7 @@ class LayerReader:
         layout = self._layout
         return layout.bounds[index][1] if self.by_layer else len(self._view)
 
+    @within_memory()
     def read(self, index: int) -> None:
         """Verify layer ``index``; ``kv[index]`` can be used then.
 
@@ -175,14 +183,13 @@ class LayerReader:
         if not self._checked:
             _verify_first(self._view, layout)
             self._checked = True
-        if self._at_once == 1:
-            self._read(index, index + 1)
-            return
-        with self._ahead:
-            if index not in self._done:
-                stop = min(index + self._at_once, layout.shape[0])
-                self._read(index, stop)
-                self._done.update(range(index, stop))
+        with self._locks[index % len(self._locks)]:
+            if index in self._done:  # never again: somebody may be using it, and what is unpacked is not right at once
+                return
+            ahead = range(index + 1, min(index + self._at_once, layout.shape[0]))
+            stop = next((layer for layer in ahead if layer in self._done), ahead.stop)
+            self._read(index, stop)
+            self._done.update(range(index, stop))
 
     def _read(self, first: int, stop: int) -> None:
         layout = self._layout

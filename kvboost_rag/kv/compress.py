@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from kvboost_rag.kv.block import Block, BlockHeader
+from kvboost_rag.kv.memory import within_memory
 from kvboost_rag.kv.packing import layout_of
 from kvboost_rag.kv.quantize import Packed, pack
 
 
+@within_memory()
 def compress(block: Block, compression: str, *, unpack: bool = True) -> Block:
     """``block`` as a store with ``compression`` will give it back, with its compressed form in ``packed``.
 
@@ -17,6 +19,9 @@ def compress(block: Block, compression: str, *, unpack: bool = True) -> Block:
     not fit: its header goes on saying "none", and it is stored exact.
 
     ``unpack=False`` leaves ``kv`` as it was, for whoever writes ``packed`` and hands the block to nobody.
+
+    Raises:
+        MemoryError: there is not enough.
     """
     if compression == "none" or block.header.compression != "none":
         return block
@@ -35,11 +40,13 @@ def rounded_bytes_per_token(compression: str, layers: int, heads: int, head_dim:
     return layers * layout_of(compression, heads, tokens, head_dim).layer_bytes // tokens
 
 
+@within_memory()
 def unpacked(packed: Packed, token_ids: tuple[int, ...], header: BlockHeader, key: str = "") -> Block:
     """The block that ``packed`` holds.
 
     Raises:
         BlockFormatError: shapes disagree, or the scales are not finite.
+        MemoryError: there is not enough.
     """
     if header.compression != packed.compression:
         header = replace(header, compression=packed.compression)

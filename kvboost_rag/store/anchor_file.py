@@ -18,6 +18,7 @@ import errno
 import fcntl
 import logging
 import os
+import stat
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -92,7 +93,10 @@ class AnchorFile:
             except OSError as error:
                 if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
                     raise
-                self._fd, self.writable = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC), False
+                self._fd, self.writable = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), False
+            if not stat.S_ISREG(os.fstat(self._fd).st_mode):
+                self.close()
+                raise OSError(errno.EINVAL, "not a regular file")
         except OSError as error:
             raise StoreError(
                 f"cannot open the anchor file {self.path}: {error.strerror}",

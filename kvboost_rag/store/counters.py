@@ -60,6 +60,12 @@ class Counters:
         self.warn(cause, f"block not stored: {detail}; further ones are skipped silently")
         return False
 
+    def unfit(self, error: Exception) -> bool:
+        """A block that cannot be brought into the form in which it is stored: like :meth:`skip`."""
+        if isinstance(error, MemoryError):
+            return self.skip("memory", "out of memory")
+        return self.skip("format", str(error))
+
     def warn(self, cause: str, message: str) -> None:
         """Log a warning once per ``cause``."""
         self._once.warn(cause, message)

@@ -112,7 +112,7 @@ class DiskStore(BlockStore):
         except OSError as error:
             raise StoreError(f"cannot open the store in {self.folder}: {error}", hint="choose another folder") from None
         self.anchors = AnchorIndex(self.folder / "anchors.bin")
-        self._sweep()
+        self.files.sweep()
         if limit_bytes is not None or tenant_bytes is not None:  # perhaps smaller ones than before
             with suppress(IndexUnavailable, OSError):
                 self.counters.count("evictions", self.care.fit(self.limit_bytes))
@@ -148,12 +148,12 @@ class DiskStore(BlockStore):
         if self.contains(block.key) and block.key == block.derive_key():
             self.touch(block.key)
             return True
-        block = admit(block, keep_text=self.keep_text, compression=self.compression)
         assert path is not None, block.key
         try:
+            block = admit(block, keep_text=self.keep_text, compression=self.compression)
             parts = encode_parts(block, framed=self.choice.framed)
-        except BlockFormatError as error:
-            return self.counters.skip("format", str(error))
+        except (BlockFormatError, MemoryError) as error:
+            return self.counters.unfit(error)
         size = sum(len(part) for part in parts)
         limit = min(self.limit_bytes, self.settings.tenant_bytes or self.limit_bytes)
         if size > limit:
@@ -233,17 +233,7 @@ class DiskStore(BlockStore):
 
     def clear(self) -> int:
         self._uses.drop()
-        dropped = 0
-        for path in self.files.walk():
-            with suppress(OSError):
-                path.unlink()
-                dropped += self.files.key(path) is not None
-        with suppress(IndexUnavailable, OSError):
-            self.index.clear()
-        for key in self.files.pinned():
-            with suppress(OSError):
-                self.files.pin(key, False)
-        self.files.empty_quarantine()
+        dropped = self.care.clear()
         self.manifest.clear()
         self.anchors.clear()
         return dropped
@@ -299,9 +289,3 @@ class DiskStore(BlockStore):
     def _forget(self, key: str) -> None:
         with suppress(IndexUnavailable, OSError):
             self.index.forget(key)
-
-    def _sweep(self) -> None:
-        """Remove what writers that were killed left behind."""
-        for path in self.files.abandoned():
-            with suppress(OSError):
-                path.unlink()

@@ -75,6 +75,22 @@ class Care:
         self._files.empty_quarantine()
         return dropped
 
+    def clear(self) -> int:
+        """Drop every block, pin and what was set aside, as far as the system lets us; the number of blocks dropped.
+        Raises nothing."""
+        dropped = 0
+        for path in self._files.walk():
+            with suppress(OSError):
+                path.unlink()
+                dropped += self._files.key(path) is not None
+        with suppress(IndexUnavailable, OSError):
+            self._index.clear()
+        for key in self._files.pinned():
+            with suppress(OSError):
+                self._files.pin(key, False)
+        self._files.empty_quarantine()
+        return dropped
+
     def _delete(self, keys: list[str]) -> int:
         """Drop these blocks, with or without an index that answers."""
         paths = [path for key in keys if (path := self._files.path(key)) is not None and path.exists()]

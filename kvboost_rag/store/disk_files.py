@@ -180,6 +180,12 @@ class BlockFiles:
         """Temporary files whose writer is gone."""
         return [path for path in sorted(self.tmp.glob("*.tmp")) if _is_abandoned(path)]
 
+    def sweep(self) -> None:
+        """Remove what writers that were killed left behind."""
+        for path in self.abandoned():
+            with suppress(OSError):
+                path.unlink()
+
 
 @contextmanager
 def folder_lock(root: Path) -> Iterator[None]:
@@ -211,7 +217,7 @@ def _write_all(fd: int, part: bytes | memoryview) -> None:
 
 def _is_abandoned(path: Path) -> bool:
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe would wait for a writer
     except OSError:
         return False
     try:

@@ -13,7 +13,7 @@ import xxhash
 
 from kvboost_rag.store.counters import Counters
 from kvboost_rag.store.disk_files import BlockFiles, folder_lock
-from kvboost_rag.store.disk_folder import DIR_MODE
+from kvboost_rag.store.disk_folder import DIR_MODE, read_regular
 
 MAX_VALUE_BYTES = 64 << 20
 _MAGIC = b"kvboost_rag meta 1"
@@ -37,9 +37,7 @@ class Manifest:
         """The value of ``name``, or None. A damaged one is set aside and counts as unset."""
         path = self.path(name)
         try:
-            if path.stat().st_size > MAX_VALUE_BYTES + 65536:
-                raise ValueError
-            return unpack_entry(path.read_bytes(), name)
+            return unpack_entry(read_regular(path, MAX_VALUE_BYTES + 65536), name)
         except ValueError:
             self._files.set_aside(path, None, "damaged")
         except OSError:
@@ -133,7 +131,7 @@ def unpack_entry(data: bytes, name: str | None) -> bytes:
 
 def _is_sound(path: Path) -> bool:
     try:
-        unpack_entry(path.read_bytes(), None)
+        unpack_entry(read_regular(path, MAX_VALUE_BYTES + 65536), None)
     except ValueError:
         return False
     except OSError:

@@ -15,6 +15,7 @@ from kvboost_rag.keys import block_key
 from kvboost_rag.kv.block import Block, BlockHeader
 from kvboost_rag.kv.choice import parse_compression
 from kvboost_rag.kv.compress import unpacked
+from kvboost_rag.kv.memory import within_memory
 from kvboost_rag.kv.quantize import Packed
 from kvboost_rag.store.anchors import AnchorIndex
 from kvboost_rag.store.base import BlockStore, Miss, Problem, StoreStats
@@ -78,7 +79,11 @@ class MemoryStore(BlockStore):
         if is_expired(held.header, self.ttl_s, time.time()):
             self.delete(key)
             return self._counters.result(Miss("expired", f"older than {self.ttl_s:g} s"))
-        return self._counters.result(held.block(key), time.perf_counter() - started)
+        try:
+            block = held.block(key)
+        except MemoryError:
+            return self._counters.result(Miss("unavailable", "out of memory"))
+        return self._counters.result(block, time.perf_counter() - started)
 
     def put(self, block: Block) -> bool:
         started = time.perf_counter()
@@ -86,11 +91,17 @@ class MemoryStore(BlockStore):
             if block.key in self._blocks and block.key == block.derive_key():
                 self._blocks.move_to_end(block.key)
                 return True
-        held = _Held.of(admit(block, keep_text=self.keep_text, compression=self.compression), self.compression)
+        try:
+            held = _Held.of(admit(block, keep_text=self.keep_text, compression=self.compression), self.compression)
+        except MemoryError as error:
+            return self._counters.unfit(error)
         limit = min(self.limit_bytes, self.tenant_bytes or self.limit_bytes)
         if held.nbytes > limit:
             return self._counters.skip("too large", f"{held.nbytes} bytes do not fit the memory limit of {limit}")
-        held = held.owned()  # may copy: outside of the lock
+        try:
+            held = held.owned()  # may copy: outside of the lock
+        except MemoryError as error:
+            return self._counters.unfit(error)
         with self._lock:
             return self._insert(block.key, held, time.perf_counter() - started)
 
@@ -247,6 +258,7 @@ class _Held:
             return unpacked(self.contents, self.token_ids, self.header, key)
         return Block(self.contents, self.token_ids, self.header, key)
 
+    @within_memory()
     def owned(self) -> _Held:
         """The same with memory that pins no more than its own bytes (a slice would keep the whole of what it was cut
         from alive, uncounted) and is host memory."""

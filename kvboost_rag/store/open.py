@@ -10,7 +10,7 @@ from kvboost_rag.store.disk import DiskStore
 from kvboost_rag.store.memory import DEFAULT_MEMORY_BYTES, MemoryStore
 from kvboost_rag.store.null import NullStore
 from kvboost_rag.store.policy import check_write
-from kvboost_rag.store.remote_url import open_remote, parse_url, scheme_of
+from kvboost_rag.store.remote_url import check_path, check_url, open_remote, scheme_of
 from kvboost_rag.store.tiered import TieredStore
 
 
@@ -68,9 +68,10 @@ def open_store(
         return MemoryStore(
             memory_bytes, keep_text=keep_text, ttl_s=ttl_s, compression=compression, tenant_bytes=tenant_bytes
         )
+    check_path(spec)
     url = str(spec) if scheme_of(str(spec)) else None
     if url is not None:
-        parse_url(url)  # wrong ones are told before a folder is made
+        check_url(url)  # wrong ones are told before a folder is made
     elif local is not None:
         raise UsageError("local= goes with a URL", hint="give the folder alone")
     tiers: list[BlockStore] = []

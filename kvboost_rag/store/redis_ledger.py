@@ -38,7 +38,9 @@ if ARGV[6] then
 end
 return gone
 """
+# KEYS as above. ARGV: name, where the script may look: the block's key. One that was written again meanwhile stays.
 _LEAVE = """
+if ARGV[2] and redis.call('EXISTS', ARGV[2]) == 1 then return end
 local size = redis.call('HGET', KEYS[2], ARGV[1])
 if size then
   redis.call('HDEL', KEYS[2], ARGV[1])
@@ -101,7 +103,10 @@ class RedisLedger:
             pipe.execute()
 
     def removed(self, name: str, tenant: str) -> None:
-        self._values.redis.eval(_LEAVE, 2, *self._keys(tenant), name)
+        v, key = self._values, self._values.prefix + name
+        if v.is_cluster and v.redis.exists(key):  # in another slot than the books
+            return
+        v.redis.eval(_LEAVE, 2, *self._keys(tenant), name, *(() if v.is_cluster else (key,)))
 
     def held(self, tenant: str) -> int:
         return int(self._values.redis.hget(self._keys(tenant)[1], "") or 0)

@@ -23,7 +23,7 @@ from kvboost_rag.store.base import BlockStore, Miss, Problem, StoreStats
 from kvboost_rag.store.counters import Counters, admit
 from kvboost_rag.store.disk_files import block_name, block_of_name
 from kvboost_rag.store.policy import check_quota, check_ttl, check_write
-from kvboost_rag.store.remote_absent import Absences
+from kvboost_rag.store.remote_absent import Presence
 from kvboost_rag.store.remote_anchors import AnchorSync
 from kvboost_rag.store.remote_check import check_blocks, drop_all, measure
 from kvboost_rag.store.remote_link import Link, Medium, Unavailable
@@ -92,7 +92,7 @@ class RemoteStore(BlockStore):
         self._counters = Counters()
         self._manifest = RemoteManifest(medium, self.link, self._warn)
         self._quota = RemoteQuota(medium.ledger(), medium.write, check_quota(tenant_bytes))
-        self._absent = Absences()
+        self._presence = Presence(medium, self.link, self._warn)
         self._fetcher = BlockFetcher(medium, self.link, self.ttl_s, self._remove, self._warn)
         self._unreadable = self._fetcher.unreadable
         self._queue = WriteQueue(self._send) if write == "back" else None
@@ -149,26 +149,28 @@ class RemoteStore(BlockStore):
         return had
 
     def put(self, block: Block) -> bool:
-        if block.key != block.derive_key() or not self._is_there(block.key):
+        if block.key == block.derive_key() and self._is_there(block.key):
+            return True
+        try:
             block = admit(block, keep_text=self.keep_text, compression=self.compression)
-            if self._queue is None:
-                return self._send(block)
-            if not self._queue.add(block):
-                return self._counters.skip("queue", "too many blocks wait to be written to the remote store")
-        return True
+        except MemoryError as error:
+            return self._counters.unfit(error)
+        if self._queue is None:
+            return self._send(block)
+        return self._queue.add(block) or self._counters.skip("queue", "too many blocks wait to be written to it")
 
     def _is_there(self, key: str) -> bool:
-        if key in self._unreadable or key in self._absent:
+        if key in self._unreadable or key in self._presence.absent:
             return False
-        return (self._queue is not None and key in self._queue) or self._ask(key) is True
+        return (self._queue is not None and key in self._queue) or self._presence.ask(key) is True
 
     def _send(self, block: Block) -> bool:
         """Write a block to the server; False, with one warning, if it did not get there."""
         started, name = time.perf_counter(), str(block_name(block.key))
         try:
             value = b"".join(encode_parts(block, framed=self._choice.framed))
-        except BlockFormatError as error:
-            return self._counters.skip("format", str(error))
+        except (BlockFormatError, MemoryError) as error:
+            return self._counters.unfit(error)
         limit = min(self.medium.max_value_bytes, self.max_block_bytes, self._quota.limit or self.max_block_bytes)
         if len(value) > limit:
             return self._counters.skip("too large", f"{len(value)} bytes do not fit the limit of {limit}")
@@ -177,34 +179,20 @@ class RemoteStore(BlockStore):
             self._counters.count("evictions", self.link.call(write, timeout_s=self._write_timeout))
         except Unavailable as error:
             return self._counters.skip("unavailable", f"the remote store does not take it ({error})")
-        self._absent.drop(block.key)
+        self._presence.absent.drop(block.key)
         self._unreadable.discard(block.key)
         return self._counters.wrote(time.perf_counter() - started)
 
     def contains(self, key: str) -> bool:
-        if self._queue is not None and key in self._queue:
-            return True
-        if key in self._absent:
-            return False
-        there = self._ask(key)
-        if there is False:
-            self._absent.add(key)
-        return there is True
-
-    def _ask(self, key: str) -> bool | None:
-        """Whether the server has ``key``; None if it does not answer."""
-        name = block_name(key)
-        if name is None:
-            return False
-        try:
-            return self.link.call(lambda: self.medium.exists(name))
-        except Unavailable as error:
-            self._warn(error)
-            return None
+        return (self._queue is not None and key in self._queue) or self._presence.there(key)
 
     def delete(self, key: str) -> bool:
         waited = self._queue is not None and self._queue.drop(key)
         return self._remove(key) or waited
+
+    def delete_tagged(self, tag: str) -> int:
+        waiting = self._queue.tagged(tag) if self._queue is not None else []
+        return sum([self.delete(key) for key in waiting]) + super().delete_tagged(tag)
 
     def touch(self, key: str) -> None:
         self._quota.touch(key)
@@ -256,7 +244,7 @@ class RemoteStore(BlockStore):
             self.sync.clear()
         except Unavailable as error:
             self._warn(error)
-        self._absent.clear()
+        self._presence.absent.clear()
         self.anchors.clear()
         return dropped
 

@@ -1,8 +1,12 @@
-"""Which blocks a server was just found not to have, so that it need not be asked again and again."""
+"""Whether a server has a block; which it was just found not to have, so that it need not be asked again and again."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+
+from kvboost_rag.store.disk_files import block_name
+from kvboost_rag.store.remote_link import Link, Medium, Unavailable
 
 _ABSENT_S = 10.0
 _ABSENT_KEYS = 4096
@@ -28,3 +32,35 @@ class Absences:
 
     def clear(self) -> None:
         self._until.clear()
+
+
+class Presence:
+    """Asks ``medium`` for blocks without fetching them.
+
+    Args:
+        warn: told when the server does not answer.
+    """
+
+    def __init__(self, medium: Medium, link: Link, warn: Callable[[Exception], None]) -> None:
+        self._medium, self._link, self._warn = medium, link, warn
+        self.absent = Absences()
+
+    def there(self, key: str) -> bool:
+        """Whether the server has ``key``, as far as is known: for some seconds it is not asked for what it lacked."""
+        if key in self.absent:
+            return False
+        there = self.ask(key)
+        if there is False:
+            self.absent.add(key)
+        return there is True
+
+    def ask(self, key: str) -> bool | None:
+        """Whether the server has ``key``; None if it does not answer."""
+        name = block_name(key)
+        if name is None:
+            return False
+        try:
+            return self._link.call(lambda: self._medium.exists(name))
+        except Unavailable as error:
+            self._warn(error)
+            return None

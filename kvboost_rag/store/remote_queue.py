@@ -9,15 +9,18 @@ from collections.abc import Callable
 
 from kvboost_rag.kv.block import Block
 from kvboost_rag.kv.compress import unpacked
+from kvboost_rag.once import Once
+from kvboost_rag.store.remote_link import describe
 
 DEFAULT_QUEUE_BYTES = 256 << 20
+_SETTLE_S = 60.0  # most seconds that forgetting waits for a write under way
 
 
 class WriteQueue:
     """Hands blocks to ``write`` one after the other, in a thread of its own.
 
     Args:
-        write: stores a block; False if it could not.
+        write: stores a block; False if it could not. What breaks in it costs that block, with one warning.
         limit_bytes: most bytes of K and V that wait; more is refused.
     """
 
@@ -25,7 +28,9 @@ class WriteQueue:
         self._write = write
         self._limit = limit_bytes
         self._waiting: OrderedDict[str, Block] = OrderedDict()  # the one being written included
+        self._writing: Block | None = None
         self._bytes = 0
+        self._once = Once("kvboost_rag.store")
         self._closed = False
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -57,16 +62,26 @@ class WriteQueue:
         with self._changed:
             return key in self._waiting
 
-    def drop(self, key: str) -> bool:
-        """Forget a block that is still waiting. True if it was."""
+    def tagged(self, tag: str) -> list[str]:
+        """Keys of the waiting blocks that carry ``tag``."""
         with self._changed:
-            return self._remove(key)
+            return [key for key, block in self._waiting.items() if tag in block.header.tags]
 
-    def clear(self) -> None:
-        """Forget all that is waiting."""
+    def drop(self, key: str, timeout_s: float = _SETTLE_S) -> bool:
+        """Forget a block that is still waiting. True if it was. One that is being written is waited for: whoever
+        deletes it afterwards deletes it for good."""
+        with self._changed:
+            dropped = self._remove(key)
+            self._changed.wait_for(lambda: self._writing is None or self._writing.key != key, timeout_s)
+            return dropped
+
+    def clear(self, timeout_s: float = _SETTLE_S) -> None:
+        """Forget all that is waiting; waits for what is being written."""
         with self._changed:
             for key in list(self._waiting):
                 self._remove(key)
+            writing = self._writing
+            self._changed.wait_for(lambda: self._writing is not writing or writing is None, timeout_s)
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until everything is written or given up. False if that took longer than ``timeout_s``."""
@@ -79,7 +94,7 @@ class WriteQueue:
         with self._changed:
             left = len(self._waiting)
             self._closed = True
-            self.clear()
+            self.clear(0)
             self._changed.notify_all()
         return left
 
@@ -97,9 +112,16 @@ class WriteQueue:
                 self._changed.wait_for(lambda: self._waiting or self._closed)
                 if self._closed:
                     return
-                block = next(iter(self._waiting.values()))
-            self._write(block)
-            self.drop(block.key)
+                self._writing = block = next(iter(self._waiting.values()))
+            try:
+                self._write(block)
+            except Exception as error:  # full memory, a tier that breaks: the next block may go through
+                self._once.warn(type(error).__name__, f"a block that waited was not stored: {describe(error)}")
+            with self._changed:
+                self._writing = None
+                if self._waiting.get(block.key) is block:  # else dropped, and perhaps put again
+                    self._remove(block.key)
+                self._changed.notify_all()
 
 
 class Ticker:

@@ -159,6 +159,9 @@ class MarkLedger:
         with self._lock:
             dropped = self._enter(name, len(value), tenant, limit)
         self._medium.write(name, value)
+        with self._lock:
+            if name not in self._listed(tenant).marks:  # another write has dropped it from the books meanwhile
+                self._medium.delete([name])
         return dropped
 
     def adopt(self, name: str, size: int, tenant: str, limit: int) -> int:

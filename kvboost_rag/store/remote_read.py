@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from kvboost_rag.errors import BlockFormatError
+from kvboost_rag.errors import BlockFormatError, MissingExtraError
 from kvboost_rag.kv.block import Block
 from kvboost_rag.kv.codec import LayerReader, bytes_before_layers
 from kvboost_rag.kv.layers import LayeredBlock
@@ -86,11 +86,15 @@ class BlockFetcher:
                 batch.until(index, what)
                 return self._judge(key, memoryview(value.buffer), limit)
         except Unavailable as error:
+            batch.leave(index)
             self._warn(error)
             return Miss("unavailable", str(error))
         except MemoryError:
             batch.leave(index)
             return Miss("unavailable", "out of memory")
+        except MissingExtraError as error:  # perhaps sound: others can read it
+            batch.leave(index)
+            return Miss("unavailable", str(error))
         except BlockFormatError as error:
             batch.leave(index)
             return self._refused(key, reason_of(error), str(error))

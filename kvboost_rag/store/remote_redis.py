@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from kvboost_rag.errors import MissingExtraError, UsageError
+from kvboost_rag.errors import MissingExtraError, UnknownOptionError, UsageError
 from kvboost_rag.store.redis_ledger import RedisLedger
 from kvboost_rag.store.remote_link import Piece, TooLarge, Value
 
@@ -33,6 +33,7 @@ class RedisMedium:
     Raises:
         MissingExtraError: redis-py is not installed.
         UsageError: the URL makes no sense.
+        UnknownOptionError: it has an option that redis-py does not know.
     """
 
     kind = "redis"
@@ -64,6 +65,11 @@ class RedisMedium:
             single = redis.Redis.from_url(url, **settings)
         except (ValueError, TypeError) as error:
             raise UsageError(f"not a Redis URL: {error}", hint="redis://[user:password@]host[:6379]/[db]") from None
+        try:
+            single.connection_pool.make_connection()  # not connected: only tells whether it takes the options
+        except TypeError as error:
+            hint = "options of a redis:// URL are those of docs/store.md, or redis-py's own"
+            raise UnknownOptionError(f"an option of the store's URL: {error}", hint=hint) from None
         # A cluster's client asks for the nodes when it is made, and the server may not answer yet: on first use.
         self._lock = threading.Lock()
         self._client: Any = None if cluster else single

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
 from kvboost_rag.errors import UnknownOptionError, UsageError
@@ -32,6 +33,13 @@ def scheme_of(spec: str) -> str | None:
     return match[1].lower() if match else None
 
 
+def check_path(spec: str | Path) -> None:
+    """Raises UsageError for what would be taken as a folder's path, and was meant as a URL: ``redis:/host``."""
+    start = str(spec).split(":")[0].lower()
+    if isinstance(spec, str) and ":" in spec and start in REDIS_SCHEMES + OBJECT_SCHEMES and scheme_of(spec) is None:
+        raise UsageError(f"store={spec!r} is neither a URL nor a likely folder", hint=f"{start}://…, or ./{spec}")
+
+
 def parse_url(url: str) -> RemoteUrl:
     """Take our options out of a URL's query. Others are left to redis-py; object stores have none.
 
@@ -52,6 +60,13 @@ def parse_url(url: str) -> RemoteUrl:
         if name in foreign:
             raise UnknownOptionError(f"{scheme}:// has no option {name!r}", hint=f"known: {', '.join(_OURS)}")
     return RemoteUrl(scheme, urlunsplit((scheme, parts.netloc, parts.path, urlencode(rest), "")), own)
+
+
+def check_url(url: str) -> None:
+    """Raises like :func:`open_remote` for a URL that makes no sense, without touching a folder or a server."""
+    parsed = parse_url(url)
+    if parsed.scheme in REDIS_SCHEMES:
+        _medium(parsed, 1.0, 1.0, None).close()
 
 
 def open_remote(

@@ -15,7 +15,7 @@ from typing import Any
 from kvboost_rag.errors import KVBoostError, MissingExtraError, UsageError
 from kvboost_rag.kv.choice import Compression, parse_compression
 from kvboost_rag.kv.frames import require_zstd
-from kvboost_rag.store.disk_folder import FILE_MODE
+from kvboost_rag.store.disk_folder import FILE_MODE, read_regular
 from kvboost_rag.store.policy import DEFAULT_POLICY, check_policy, check_quota, check_ttl
 
 log = logging.getLogger("kvboost_rag.store")
@@ -86,8 +86,7 @@ def usable(compression: str, warn: Callable[[str, str], None]) -> Compression:
 def _read(path: Path) -> StoreSettings:
     settings = StoreSettings()
     try:
-        with path.open("rb") as file:
-            values = json.loads(file.read(_MOST_BYTES))
+        values = json.loads(read_regular(path, _MOST_BYTES))
     except FileNotFoundError:
         return settings
     except (OSError, ValueError, RecursionError) as error:

@@ -47,6 +47,7 @@ class TieredStore(BlockStore):
         self.prunable = any(tier.prunable for tier in self.tiers)
         self.arrives = any(tier.arrives for tier in self.tiers)
         self._counters = Counters()
+        self._deletions = 0  # blocks that were on their way when something was deleted do not move up
 
     def get(self, key: str) -> Block | Miss:
         return self.get_many([key])[0]
@@ -56,8 +57,8 @@ class TieredStore(BlockStore):
         found: dict[str, Block | Miss] = {}
         open_keys = list(dict.fromkeys(keys))
         for depth, tier in enumerate(self.tiers):
-            if depth == 1 and self._queue is not None:
-                found |= {key: block for key in open_keys if (block := self._queue.get(key)) is not None}
+            if depth == 1:
+                found |= self._waiting(open_keys)
                 open_keys = [key for key in open_keys if isinstance(found[key], Miss)]
             for key, result in zip(open_keys, tier.get_many(open_keys), strict=True):
                 if isinstance(result, Block):
@@ -74,11 +75,14 @@ class TieredStore(BlockStore):
         found: dict[str, Block | ArrivingBlock | Miss] = {}
         open_keys = list(dict.fromkeys(keys))
         for depth, tier in enumerate(self.tiers):
+            if depth == 1:
+                found |= self._waiting(open_keys)
+                open_keys = [key for key in open_keys if isinstance(found[key], Miss)]
             for key, result in zip(open_keys, tier.open_many(open_keys), strict=True):
                 if isinstance(result, Block):
                     self._spread(result, depth)
                 elif isinstance(result, ArrivingBlock):
-                    result.then(partial(self._arrived, depth))
+                    result.then(partial(self._arrived, depth, self._deletions))
                 found[key] = _better(found.get(key), result)
             open_keys = [key for key in open_keys if isinstance(found[key], Miss)]
             if not open_keys:
@@ -86,16 +90,17 @@ class TieredStore(BlockStore):
         seconds = (time.perf_counter() - started) / max(1, len(keys))
         return [r if isinstance(r := found[key], ArrivingBlock) else self._counters.result(r, seconds) for key in keys]
 
-    def _arrived(self, depth: int, result: Block | Miss, seconds: float) -> None:
+    def _arrived(self, depth: int, deletions: int, result: Block | Miss, seconds: float) -> None:
         self._counters.result(result, seconds)
-        if isinstance(result, Block):
+        if isinstance(result, Block) and deletions == self._deletions:
             self._spread(result, depth)
 
     def layers(self, key: str) -> LayeredBlock | Miss:
         started = time.perf_counter()
         found: LayeredBlock | Miss = Miss("absent")
-        for tier in self.tiers:
-            result = tier.layers(key)
+        for depth, tier in enumerate(self.tiers):
+            waiting = self._waiting([key]).get(key) if depth == 1 else None
+            result = tier.layers(key) if waiting is None else LayeredBlock.of(waiting)
             if isinstance(result, LayeredBlock):
                 return self._counters.result(result, time.perf_counter() - started)
             found = result if result.reason != "absent" else found
@@ -114,7 +119,10 @@ class TieredStore(BlockStore):
 
     def put(self, block: Block) -> bool:
         started = time.perf_counter()
-        block = compress(block, self.compression)
+        try:
+            block = compress(block, self.compression)
+        except MemoryError as error:
+            return self._counters.unfit(error)
         kept = [self.tiers[0].put(block)]
         if self._queue is not None and self._queue.add(block):
             kept.append(True)
@@ -132,6 +140,12 @@ class TieredStore(BlockStore):
         """Wait until every tier has what was put. False if that took longer."""
         return self._queue is None or self._queue.flush(timeout_s)
 
+    def _waiting(self, keys: Sequence[str]) -> dict[str, Block]:
+        """Blocks on their way to the slower tiers, which the first one may have dropped, or never taken."""
+        if self._queue is None:
+            return {}
+        return {key: block for key in keys if (block := self._queue.get(key)) is not None}
+
     def _waits(self, key: str) -> bool:
         return self._queue is not None and key in self._queue
 
@@ -143,8 +157,9 @@ class TieredStore(BlockStore):
         return next(near, len(self.tiers) - 1)
 
     def delete(self, key: str) -> bool:
-        self.flush()
-        return any([tier.delete(key) for tier in self.tiers])
+        self._deletions += 1
+        waited = self._queue is not None and self._queue.drop(key)
+        return any([tier.delete(key) for tier in self.tiers]) or waited
 
     def prune(self, max_bytes: int | None = None, older_than_s: float | None = None) -> int:
         """Prune the tiers that can be: one in memory goes with its process, a server prunes by its own rules."""
@@ -154,8 +169,10 @@ class TieredStore(BlockStore):
         return sum([tier.prune(max_bytes, older_than_s) for tier in prunable])
 
     def delete_tagged(self, tag: str) -> int:
-        self.flush()
-        return max([tier.delete_tagged(tag) for tier in self.tiers])
+        self._deletions += 1
+        waiting = self._queue.tagged(tag) if self._queue is not None else []
+        dropped = sum([self.delete(key) for key in waiting])
+        return dropped + max([tier.delete_tagged(tag) for tier in self.tiers])
 
     def pin(self, keys: Iterable[str]) -> int:
         self.flush()
@@ -197,7 +214,9 @@ class TieredStore(BlockStore):
         return [problem for tier in self.tiers for problem in tier.check(fix)]
 
     def clear(self) -> int:
-        self.flush()
+        self._deletions += 1
+        if self._queue is not None:
+            self._queue.clear()
         return max([tier.clear() for tier in self.tiers])
 
     def get_meta(self, name: str) -> bytes | None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -124,3 +125,17 @@ def test_delete_by_tag_and_prune_on_a_real_folder(tmp_path: Path) -> None:
     assert json.loads(run("store", "prune", "--max-bytes", "0", *at).stdout)["dropped"] == 2
     assert json.loads(run("store", "stats", *at).stdout)["policy"] == "lru"
     assert run("store", "delete", "--store", str(tmp_path)).exit_code == 2
+
+
+@pytest.mark.parametrize("words", [["stats"], ["check", "--fix"], ["set", "--limit", "1GiB"], ["clear", "--yes"]])
+def test_a_folder_that_is_no_store_stays_as_it_is(words: list[str], tmp_path: Path) -> None:
+    for name in ("papers", "empty"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "papers" / "a.txt").write_text("mine")
+    for name, held in (("papers", ["a.txt"]), ("empty", [])):
+        result = run("store", *words, "--store", tmp_path / name)
+        assert result.exit_code == 2
+        assert "no store at" in result.stderr
+        assert os.listdir(tmp_path / name) == held
+        assert (tmp_path / name).stat().st_mode & 0o777 == 0o755

@@ -193,3 +193,13 @@ def test_a_tenant_s_usage_in_memory_is_known() -> None:
     store.put(make_block(1, salt=SECRET))
     assert TieredStore([store]).tenant_usage(SECRET) == store.tenant_usage(SECRET) > 0
     assert os.environ.get("KVBOOST_SALT") is None
+
+
+@pytest.mark.parametrize("command", [["warmup"], ASK])
+def test_an_empty_salt_is_not_taken_for_none(command: list[str], docs: Path, engine: FakeEngine) -> None:
+    """A secret that was not mounted must not put a tenant's texts among everybody's."""
+    (docs.parent / "salt").write_text("\n")
+    for salt in ("", f"@{docs.parent / 'salt'}"):
+        result = run(*command, docs, "--store", "kv", "--salt", salt)
+        assert result.exit_code == 2
+        assert "an empty salt" in result.stderr

@@ -300,3 +300,31 @@ def test_a_medium_streams_values_side_by_side_and_from_the_middle(server: str, r
         assert bodies[:3] == [values[name][start:] for name, start in zip(names[:3], starts, strict=False)]
         assert bodies[3:] == [b"", b""]
         assert len(got[0]) > 2, "in pieces"
+
+
+def test_a_server_that_sends_nothing_for_ever_is_not_listened_to_for_ever() -> None:
+    shelf, store = shelf_with(BLOCKS[:2], timeout_s=0.3)
+
+    def nothing(names: Sequence[str], limit: int, starts: Sequence[int]) -> Iterator[Any]:
+        yield from ((i, 1000) for i in range(len(names)))
+        while True:
+            yield 0, b""
+
+    shelf.stream = nothing  # type: ignore[assignment, method-assign]
+    with store:
+        found = store.open_many([block.key for block in BLOCKS[:2]])
+        assert [miss.reason for miss in found if isinstance(miss, Miss)] == ["unavailable"] * 2
+        assert no_call_is_left()
+
+
+def test_what_is_deleted_while_it_arrives_does_not_move_up(tmp_path: Path) -> None:
+    block = make_block(1, layers=LAYERS, tokens=64, head_dim=64, tags=("doc",))
+    for delete in (lambda s: s.delete(block.key), lambda s: s.delete_tagged("doc"), lambda s: s.clear()):
+        with open_store(tmp_path) as store:
+            assert isinstance(store, TieredStore)
+            store.put(block)
+            store.tiers[0].clear()
+            one = arriving(store.open_many([block.key])[0])
+            delete(store)
+            assert same(read_all(one), block), "the request that has it may use it"
+            assert not store.contains(block.key)

@@ -8,6 +8,9 @@ import pytest
 import torch
 
 from kvboost_rag.errors import BlockFormatError
+from kvboost_rag.kv.block import Block
+from kvboost_rag.kv.codec import LayerReader, decode_block, encode_block
+from kvboost_rag.kv.compress import compress
 from kvboost_rag.kv.layers import LayeredBlock
 from kvboost_rag.store import BlockStore, DiskStore, MemoryStore, Miss, NullStore, TieredStore, open_store
 from tests.store.blocks import make_block
@@ -105,3 +108,22 @@ def test_the_first_layer_comes_from_a_faster_tier(tmp_path: Path) -> None:
         memory.put(BLOCK)
         store.layers(BLOCK.key)
         assert (memory.stats().hits, disk.stats().hits) == (1, 1)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("framed", [False, True])
+@pytest.mark.parametrize("compression", ["none", "int8", "int4"])
+def test_a_layer_that_was_handed_out_is_not_written_again(compression: str, framed: bool, ahead: bool) -> None:
+    """Layers are read by several threads, and what is unpacked passes through values that are not right yet."""
+    if framed:
+        pytest.importorskip("zstandard", reason="zstandard is not installed (extra [zstd])")
+    kv = torch.arange(BLOCK.kv.numel()).reshape(BLOCK.kv.shape) % 97 / 50  # so that frames pay
+    data = encode_block(compress(Block(kv, BLOCK.token_ids, BLOCK.header), compression), framed=framed)
+    reader, whole = LayerReader(data, ahead=ahead), decode_block(data)
+    assert torch.equal(reader.layer(2), whole.kv[2])
+    reader.kv[2] = -1.0  # what another writing would change
+    for index in (0, 1, 2, 3):
+        reader.read(index)
+    assert torch.equal(reader.kv[2], torch.full_like(reader.kv[2], -1.0))
+    for index in (0, 1, 3):
+        assert torch.equal(reader.kv[index], whole.kv[index])

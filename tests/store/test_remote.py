@@ -567,6 +567,8 @@ def test_our_options_are_taken_out_of_a_url() -> None:
         "redis://h?write=never",
         "redis://h?cluster=yes",
         "redis://h:port/0",
+        "redis:/h",
+        "S3:bucket",
     ],
 )
 def test_urls_that_make_no_sense(url: str) -> None:
@@ -576,7 +578,15 @@ def test_urls_that_make_no_sense(url: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["s3://b?prefix=x", "s3://b?cluster=1", "s3://b?color=red", "redis://h?endpoint=x", "file:///x?ttl=1"]
+    "url",
+    [
+        "s3://b?prefix=x",
+        "s3://b?cluster=1",
+        "s3://b?color=red",
+        "redis://h?endpoint=x",
+        "file:///x?ttl=1",
+        "redis://h?writ=back",
+    ],
 )
 def test_options_that_do_not_exist(url: str, tmp_path: Path) -> None:
     with pytest.raises(UnknownOptionError):

@@ -334,3 +334,45 @@ def test_two_machines_may_overshoot_until_they_look_again() -> None:
     now[0] += 61
     one.write(names[4], b"x" * 100, tenant, 200)
     assert sorted(n for n in shelf.values if n.startswith("blocks/")) == sorted([names[3], names[4]])
+
+
+def test_a_block_that_is_dropped_from_the_books_while_it_is_written_does_not_stay() -> None:
+    """Of two threads that write for one tenant, the second may drop what the first is only about to write."""
+    begun, go = threading.Event(), threading.Event()
+
+    class Slow(Shelf):
+        def write(self, name: str, value: bytes) -> None:
+            if name == names[0]:
+                begun.set()
+                go.wait(30)
+            super().write(name, value)
+
+    names = [str(block_name(make_block(i).key)) for i in range(3)]
+    shelf, tenant = Slow(), tenant_of("a")
+    ledger = MarkLedger(shelf)
+    first = threading.Thread(target=ledger.write, args=(names[0], b"x" * 100, tenant, 250))
+    first.start()
+    assert begun.wait(30)
+    for name in names[1:]:
+        ledger.write(name, b"x" * 100, tenant, 250)
+    go.set()
+    first.join()
+    assert ledger.held(tenant) == 200
+    assert sorted(name for name in shelf.values if name.startswith("blocks/")) == sorted(names[1:])
+
+
+@pytest.mark.parametrize("kind", ["redis", "cluster"])
+def test_a_block_that_is_written_again_while_it_is_removed_goes_on_counting(
+    kind: str, request: pytest.FixtureRequest
+) -> None:
+    """Between the removal of the value and of its entry another machine may have written both anew."""
+    tenant = tenant_of("tenant-a")
+    with open_url(request.getfixturevalue(f"{kind}_url")) as store:
+        store.put(A[0])
+        ledger = store.medium.ledger()
+        held = ledger.held(tenant)
+        assert held > 0
+        ledger.removed(str(block_name(A[0].key)), tenant)
+        assert ledger.held(tenant) == held
+        store.delete(A[0].key)
+        assert ledger.held(tenant) == 0
