@@ -183,7 +183,7 @@ def _last(engine: Engine, request: Request) -> Result:
 def _notes(items: Sequence[ItemCheck]) -> list[str]:
     """What a reader must know to trust the figures."""
     notes = []
-    idle = sum(i.reused_tokens == 0 for i in items)
+    idle = sum(i.idle for i in items)
     if idle:
         notes.append(f"{idle} of {len(items)} prompts reused nothing: do their chunks stand verbatim in the prompt?")
     if len(items) < 10:
