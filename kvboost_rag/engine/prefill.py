@@ -187,6 +187,8 @@ class Prefiller:
         context = len(candidates)  # what is approximate now: no misses, no held turns, no own-head chunk
         chosen = set(boundary_positions(open_spans, repair, boundary_budget(repair, context)))
         sampled: list[int] = []
+        if not budget(repair, repair.query + repair.blend, context, len(chosen)):
+            return Choice(sorted(chosen))
         with report.stage("score"):
             count = budget(repair, repair.query, context, len(chosen))
             if count:

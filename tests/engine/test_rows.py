@@ -145,3 +145,4 @@ def test_nothing_is_scored_where_no_token_may_be_added(repair: Repair) -> None:
     engine.warm(DOCS)
     _, report = prepared(engine, chat(), repair=repair)
     assert (report.repaired_tokens, report.scoring_tokens) == (0, 0)
+    assert "score" not in report.stages, "a cost model would learn that scoring takes no time"
