@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 from kvboost_rag import KVBoost, Repair
 from kvboost_rag.cli import common, main
-from kvboost_rag.errors import UsageError
+from kvboost_rag.errors import ContextLengthError, UsageError
 from kvboost_rag.verify import VerifyItem, read_items, verify
 from kvboost_rag.verify.run import divergence
 
@@ -43,6 +43,13 @@ def test_full_repair_is_exact(engine: KVBoost) -> None:
 def test_full_repair_is_no_prompt_that_reused_nothing(engine: KVBoost) -> None:
     report = engine.verify([ITEM], policy=Repair.full(), max_new_tokens=2)
     assert not any("reused nothing" in note for note in report.notes)
+
+
+def test_a_question_that_cannot_be_answered_is_named(engine: KVBoost) -> None:
+    """Of thousands of lines one is too long: which?"""
+    long = {"question": "When?", "passages": [" ".join(PASSAGES) * 200]}
+    with pytest.raises(ContextLengthError, match="question 2 of 3: the prompt has"):
+        engine.verify([ITEM, long, ITEM], max_new_tokens=2)
 
 
 def test_where_nothing_was_reused_the_verdict_says_so(engine: KVBoost) -> None:
