@@ -51,14 +51,15 @@ class Repair:
 
     Policies compose with ``|`` (the union of their tokens)::
 
-        Repair.boundary(first=8) | Repair.query(0.10)
+        Repair.boundary(first=8) | Repair.attention(0.10)
 
     ``first``/``last``: tokens at each chunk's edges (LegoLink, EPIC 2410.15332). ``query``: share of the context with
     the most attention from the question over the late layers (FusionRAG 2601.12904, ProphetKV 2602.02579). ``blend``:
     share with the largest deviation of K at the check layer (CacheBlend 2405.16444, with an exact mask and the fresh
-    K/V of the check layer kept). ``cap``: upper bound on the total share, boundary first. ``shift``: add the mean
-    residual of recomputed keys to the keys that were not (helps blocks made without filler context). ``spread``:
-    correct keys and values that were not recomputed by this share of a ridge regression over those that were.
+    K/V of the check layer kept). ``cap``: upper bound on the total share, boundary first, but no
+    more than half of it where ``query`` and ``blend`` would not find their share. ``shift``: add the mean residual of
+    recomputed keys to the keys that were not (helps blocks made without filler context). ``spread``: correct keys and
+    values that were not recomputed by this share of a ridge regression over those that were.
     ``sample``: where something is spread, this share of the ``query`` tokens is an even sample of the context instead:
     tokens picked by attention are unlike those that they should speak for.
     """
@@ -117,7 +118,7 @@ class Repair:
             everything=self.everything or other.everything,
             shift=self.shift or other.shift,
             spread=max(self.spread, other.spread),
-            sample=max(self.sample, other.sample),
+            sample=max(r.sample for r in (self, other) if r.spread or not (self.spread or other.spread)),
         )
 
     def with_shift(self, shift: bool = True) -> Repair:

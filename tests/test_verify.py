@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 from kvboost_rag import KVBoost, Repair
 from kvboost_rag.cli import common, main
-from kvboost_rag.errors import UsageError
+from kvboost_rag.errors import ContextLengthError, UsageError
 from kvboost_rag.verify import VerifyItem, read_items, verify
 from kvboost_rag.verify.run import divergence
 
@@ -38,6 +38,26 @@ def test_full_repair_is_exact(engine: KVBoost) -> None:
     assert report.ok
     assert not report.changed
     assert "exactly" in report.verdict
+
+
+def test_full_repair_is_no_prompt_that_reused_nothing(engine: KVBoost) -> None:
+    report = engine.verify([ITEM], policy=Repair.full(), max_new_tokens=2)
+    assert not any("reused nothing" in note for note in report.notes)
+
+
+def test_a_question_that_cannot_be_answered_is_named(engine: KVBoost) -> None:
+    """Of thousands of lines one is too long: which?"""
+    long = {"question": "When?", "passages": [" ".join(PASSAGES) * 200]}
+    with pytest.raises(ContextLengthError, match="question 2 of 3: the prompt has"):
+        engine.verify([ITEM, long, ITEM], max_new_tokens=2)
+
+
+def test_where_nothing_was_reused_the_verdict_says_so(engine: KVBoost) -> None:
+    item = {"prompt": "A question without its passages.", "chunks": PASSAGES}
+    report = engine.verify([item], max_new_tokens=2)
+    assert "Nothing was measured" in report.verdict
+    assert any("1 of 1 prompts reused nothing" in note for note in report.notes)
+    assert not report.kept
 
 
 def test_reuse_is_measured_on_stored_blocks_even_where_the_store_was_empty(engine: KVBoost) -> None:
@@ -169,6 +189,32 @@ def test_read_items_names_the_bad_line(questions: Path) -> None:
         read_items(questions)
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        {"messages": {"role": "user", "content": "x"}, "chunks": ["a"]},
+        {"messages": 7, "chunks": ["a"]},
+        {"prompt": "", "chunks": ["a"]},
+        {"question": "x", "passages": 5},
+        {"question": "x", "passages": {"a": "b"}},
+        {"question": "x", "passages": ["a", None]},
+        ["question", "passages"],
+    ],
+)
+def test_a_line_of_the_wrong_shape_is_named(line: Any, questions: Path) -> None:
+    questions.write_text(questions.read_text() + json.dumps(line))
+    with pytest.raises(UsageError, match=r"questions\.jsonl:4"):
+        read_items(questions)
+
+
+def test_lines_end_where_json_says_so_and_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+    """Other ends of lines that Unicode knows may stand inside a JSON string."""
+    file, passage = tmp_path / "web.jsonl", "Anton\u2028Grieg\x85kept\u2029it."
+    line = json.dumps({"question": "Who?", "passages": [passage]}, ensure_ascii=False)
+    file.write_bytes(f"{line}\r\n{line}\n".encode("utf-8-sig"))
+    assert [item.chunks for item in read_items(file)] == [(passage,)] * 2
+
+
 @pytest.fixture
 def cli(monkeypatch: pytest.MonkeyPatch, engine: KVBoost) -> Any:
     monkeypatch.setattr(common, "make_engine", lambda options: engine)
@@ -186,6 +232,13 @@ def test_command_passes_prints_json_and_writes_html(cli: Any, questions: Path, t
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["questions"] == 2
     assert "ferry" in page.read_text(encoding="utf-8")
+
+
+def test_command_refuses_a_page_in_no_folder_before_it_begins(cli: Any, questions: Path, tmp_path: Path) -> None:
+    result = cli(str(questions), "--html", str(tmp_path / "nowhere" / "page.html"))
+    assert result.exit_code == 2
+    assert "page.html" in result.stderr
+    assert "questions" not in result.stderr.replace("questions.jsonl", "")
 
 
 def test_command_keeps_the_verdict_unless_told_not_to(cli: Any, questions: Path, engine: KVBoost) -> None:

@@ -128,6 +128,8 @@ def _spot_check(engine: Any) -> dict[str, Any]:
 
 
 def _spot_line(spot: dict[str, Any]) -> str:
+    if spot["errors"]:
+        return "spot check: the comparison with full prefill failed (it needs room for the KV of one more prompt)"
     if not spot["checked"]:
         return "spot check: not compared (the answer is exact, or not in the share)"
     return (

@@ -48,6 +48,8 @@ def command(questions: str, **params: Any) -> None:
 
     options = common.EngineOptions.take(params)
     system = text_value(params["system"])
+    if params["html"] and not Path(params["html"]).expanduser().parent.is_dir():
+        raise _unwritable(params["html"], "there is no such folder")
     items = read_items(questions, params["limit"], SYSTEM if system is None else system)
     with common.engine_for(options) as engine:
         report = engine.verify(
@@ -59,14 +61,14 @@ def command(questions: str, **params: Any) -> None:
             progress=_progress if params["progress"] else None,
             keep=params["keep"],
         )
-    if params["html"]:
-        _write(params["html"], report)
     if params["as_json"]:
         common.print_json(report.as_dict())
     else:
         click.echo(report.table())
         if report.kept:
             click.echo("The store keeps this verdict: engines over it know it (on_low_fidelity).", err=True)
+    if params["html"]:
+        _write(params["html"], report)
     raise click.exceptions.Exit(0 if report.ok else 1)
 
 
@@ -78,4 +80,8 @@ def _write(path: str, report: VerifyReport) -> None:
     try:
         Path(path).expanduser().write_text(report.html(), encoding="utf-8")
     except OSError as exc:
-        raise UsageError(f"{path} cannot be written: {exc}", hint="--html FILE in a folder that exists") from exc
+        raise _unwritable(path, exc) from exc
+
+
+def _unwritable(path: str, why: object) -> UsageError:
+    return UsageError(f"{path} cannot be written: {why}", hint="--html FILE in a folder that exists")

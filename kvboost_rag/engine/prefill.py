@@ -18,6 +18,7 @@ from kvboost_rag.engine.prefix import PrefixHit
 from kvboost_rag.engine.repair import (
     Choice,
     ReusedSpan,
+    boundary_budget,
     boundary_positions,
     budget,
     even_positions,
@@ -184,20 +185,22 @@ class Prefiller:
         if repair.is_none or not candidates:
             return Choice([])
         context = len(candidates)  # what is approximate now: no misses, no held turns, no own-head chunk
-        chosen = set(boundary_positions(open_spans, repair)[: int(repair.cap * context)])
+        chosen = set(boundary_positions(open_spans, repair, boundary_budget(repair, context)))
         sampled: list[int] = []
+        if not budget(repair, repair.query + repair.blend, context, len(chosen)):
+            return Choice(sorted(chosen))
         with report.stage("score"):
-            if repair.query:
+            count = budget(repair, repair.query, context, len(chosen))
+            if count:
                 free = [p for p in candidates if p not in chosen]
                 scores = self._question_scores(prompt, cache, ids, done, spans)
-                count = budget(repair, repair.query, context, len(chosen))
                 sampled = even_positions(free, int(count * repair.sample)) if repair.spread else []
                 chosen.update(sampled)
                 chosen.update(top_positions(scores, [p for p in free if p not in chosen], count - len(sampled)))
-            if repair.blend:
+            count = budget(repair, repair.blend, context, len(chosen))
+            if count:
                 free = [p for p in candidates if p not in chosen]
-                deviation = key_deviation(self.adapter, cache, ids)
-                chosen.update(top_positions(deviation, free, budget(repair, repair.blend, context, len(chosen))))
+                chosen.update(top_positions(key_deviation(self.adapter, cache, ids), free, count))
         return Choice(sorted(chosen), frozenset(sampled))
 
     def _question_scores(

@@ -1,7 +1,9 @@
 """Choose which tokens of reused chunks to recompute.
 
 Everything here only *names positions*; the recomputation itself is one exact masked forward (``prefill.py``). The
-budget is a total: boundary tokens first, then the scored ones, never more than ``cap`` of the context.
+budget is a total: boundary tokens first, then the scored ones, never more than ``cap`` of the context. Of a budget that
+is too small for both, boundary tokens get a share only: where chunks are short they would take all of it, and nothing
+would be left to repair what the question is about, nor to teach what is spread.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from kvboost_rag.model.paged.cache import PagedCache
 SCORE_FROM, SCORE_TO = 1 / 2, 1.0  # scores come from the layers between these shares of the depth
 CHECK_LAYER = 1  # CacheBlend's check layer
 MAX_QUESTION_ROWS = 256
+EDGES_SHARE = 0.5  # of a budget that is too small for boundary and scored tokens: the boundary's
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +43,21 @@ class Choice:
     sampled: frozenset[int] = frozenset()
 
 
-def boundary_positions(spans: Sequence[ReusedSpan], repair: Repair) -> list[int]:
-    """The first and last tokens of every span."""
-    chosen: set[int] = set()
+def boundary_positions(spans: Sequence[ReusedSpan], repair: Repair, most: int | None = None) -> list[int]:
+    """The first and last tokens of every span; ``most`` of them: the outermost of all spans."""
+    depth: dict[int, int] = {}
     for s in spans:
-        chosen.update(range(s.start, min(s.end, s.start + repair.first)))
-        chosen.update(range(max(s.start, s.end - repair.last), s.end) if repair.last else ())
-    return sorted(chosen)
+        for p in range(s.start, min(s.end, s.start + repair.first)):
+            depth[p] = p - s.start
+        for p in range(max(s.start, s.end - repair.last), s.end):
+            depth[p] = min(depth.get(p, s.end), s.end - 1 - p)
+    return sorted(sorted(depth, key=lambda p: (depth[p], p))[:most])
+
+
+def boundary_budget(repair: Repair, context: int) -> int:
+    """How many boundary tokens there may be."""
+    total = int(repair.cap * context)
+    return max(int(EDGES_SHARE * total), total - round((repair.query + repair.blend) * context))
 
 
 class AttentionScores:

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvboost_rag.engine.request import PromptInput
+from kvboost_rag.engine.request import PromptInput, check_prompt
 from kvboost_rag.errors import UsageError
 
 SYSTEM = "Answer the question from the passages. If they do not hold the answer, say that you do not know."
 SHAPES = 'an object has "question" and "passages", or "messages" (or "prompt") and "chunks"'
+LINES = "one JSON object a line; " + SHAPES
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,7 @@ class VerifyItem:
 
         Raises:
             UsageError: neither shape, or a field of the wrong type.
+            EmptyPromptError: the prompt is empty.
         """
         if isinstance(value, VerifyItem):
             return value
@@ -40,9 +42,9 @@ class VerifyItem:
         prompt = value.get("messages") or value.get("prompt")
         if prompt is None:
             if not question or not chunks:
-                raise UsageError(f"an item with the fields {sorted(value)} has no prompt", hint=SHAPES)
+                raise UsageError(f"an item with the fields {sorted(map(str, value))} has no prompt", hint=SHAPES)
             prompt = question_messages(question, chunks, system)
-        return cls(prompt, chunks, question or _last_words(prompt))
+        return cls(check_prompt(prompt), chunks, question or _last_words(prompt))
 
 
 def question_messages(question: str, passages: Sequence[str], system: str = SYSTEM) -> list[dict[str, str]]:
@@ -58,25 +60,27 @@ def read_items(path: str | Path, limit: int | None = None, system: str = SYSTEM)
         UsageError: the file cannot be read, is empty, or a line is no item (named by its number).
     """
     try:
-        lines = Path(path).expanduser().read_text(encoding="utf-8").splitlines()
+        text = Path(path).expanduser().read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path} cannot be read: {error}", hint="one JSON object a line; " + SHAPES) from error
+        raise UsageError(f"{path} cannot be read: {error}", hint=LINES) from error
     items: list[VerifyItem] = []
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(text.split("\n"), 1):  # splitlines() would also split inside a JSON string
         if not line.strip() or (limit is not None and len(items) >= limit):
             continue
         try:
             items.append(VerifyItem.build(json.loads(line), system))
-        except (ValueError, UsageError) as error:
-            raise UsageError(f"{path}:{number}: {error}", hint="one JSON object a line; " + SHAPES) from error
+        except UsageError as error:
+            raise UsageError(f"{path}:{number}: {error.message}", hint=error.hint or LINES) from error
+        except (ValueError, RecursionError) as error:
+            raise UsageError(f"{path}:{number}: {error}", hint=LINES) from error
     if not items:
-        raise UsageError(f"{path} holds no question", hint="one JSON object a line; " + SHAPES)
+        raise UsageError(f"{path} holds no question", hint=LINES)
     return items
 
 
 def _texts(value: Mapping[str, Any], name: str) -> tuple[str, ...]:
     texts = value.get(name) or ()
-    if isinstance(texts, str) or not all(isinstance(t, str) for t in texts):
+    if not isinstance(texts, Sequence) or isinstance(texts, str | bytes) or not all(isinstance(t, str) for t in texts):
         raise UsageError(f"{name!r} must be a list of texts", hint=SHAPES)
     return tuple(texts)
 

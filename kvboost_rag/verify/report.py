@@ -43,6 +43,11 @@ class ItemCheck:
         """Whether the answer's text differs."""
         return self.full_text != self.reuse_text
 
+    @property
+    def idle(self) -> bool:
+        """Whether no chunk was reused: nothing was measured."""
+        return not self.reused_tokens and not self.repaired_tokens
+
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
@@ -101,6 +106,8 @@ class VerifyReport:
     def verdict(self) -> str:
         """One or two sentences for people."""
         n, changed = len(self.items), len(self.changed)
+        if all(i.idle for i in self.items):
+            return "Nothing was measured: no prompt reused a chunk. Do their chunks stand verbatim in the prompts?"
         if self.kl <= EXACT_KL and not changed:
             first = f"Reuse answers exactly as full prefill does on {n} of {n} questions."
         else:

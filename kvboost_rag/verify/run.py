@@ -20,7 +20,7 @@ from kvboost_rag.engine.report import Report
 from kvboost_rag.engine.request import Request
 from kvboost_rag.engine.result import Result
 from kvboost_rag.engine.verdicts import Verdict
-from kvboost_rag.errors import TokenizerError, UsageError
+from kvboost_rag.errors import KVBoostError, TokenizerError, UsageError
 from kvboost_rag.verify.items import VerifyItem
 from kvboost_rag.verify.report import MAX_KL, MIN_AGREEMENT, ItemCheck, TokenCheck, VerifyReport
 
@@ -52,6 +52,7 @@ def verify(
 
     Raises:
         UsageError: no items, or one of them is malformed.
+        ContextLengthError: a question with its passages is longer than the window; named by its number.
         UnsupportedModelError: reuse is not proved for this model.
     """
     checked = [VerifyItem.build(i) for i in items]
@@ -67,8 +68,12 @@ def verify(
     found: list[ItemCheck] = []
     with own.busy():
         for number, item in enumerate(checked, 1):
-            warmed += pair.warm(item.chunks)
-            found.append(pair.check(item))
+            try:
+                warmed += pair.warm(item.chunks)
+                found.append(pair.check(item))
+            except KVBoostError as error:
+                error.message = f"question {number} of {len(checked)}: {error.message}"
+                raise
             if progress is not None:
                 progress(number, len(checked))
     report = VerifyReport(
@@ -183,7 +188,7 @@ def _last(engine: Engine, request: Request) -> Result:
 def _notes(items: Sequence[ItemCheck]) -> list[str]:
     """What a reader must know to trust the figures."""
     notes = []
-    idle = sum(i.reused_tokens == 0 for i in items)
+    idle = sum(i.idle for i in items)
     if idle:
         notes.append(f"{idle} of {len(items)} prompts reused nothing: do their chunks stand verbatim in the prompt?")
     if len(items) < 10:

@@ -13,6 +13,7 @@ from kvboost_rag import KVBoost
 from kvboost_rag.cli import common
 from kvboost_rag.cli.ask import answer_options
 from kvboost_rag.engine.guard import OnLowFidelity
+from kvboost_rag.engine.spot import SpotChecker
 from kvboost_rag.engine.verdicts import Verdict
 from kvboost_rag.store import MemoryStore
 from tests.cli.conftest import FakeEngine, run
@@ -100,3 +101,15 @@ def test_a_failed_verdict_decides_what_ask_does(docs: Path, warm: KVBoost, mode:
     found = json.loads(run("ask", "When was it built?", docs, *SHORT, "--on-low-fidelity", mode, "--json").stdout)
     assert found["report"]["exact"] is exact
     assert any("failed" in w or "verif" in w for w in found["report"]["warnings"])
+
+
+def test_a_spot_check_that_failed_is_not_called_an_exact_answer(
+    docs: Path, warm: KVBoost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(checker: SpotChecker, watch: object) -> None:
+        raise RuntimeError("no room")
+
+    monkeypatch.setattr(SpotChecker, "_check", broken)
+    result = run("ask", "When was it built?", docs, *SHORT, "--spot-check", 1)
+    assert result.exit_code == 0
+    assert "the comparison with full prefill failed" in result.stderr

@@ -112,3 +112,37 @@ def test_repair_costs_less_than_prefill() -> None:
     for policy in ("fast", "balanced", "faithful", "boundary", "attention"):
         _, report = prepared(engine, chat([d * 4 for d in DOCS]), repair=POLICIES[policy])
         assert report.forwarded_tokens < 0.5 * report.prompt_tokens, policy
+
+
+def test_short_chunks_leave_half_of_the_budget_to_what_the_question_is_about() -> None:
+    """Where the first eight tokens of every chunk are more than the budget, it went to the first chunks alone."""
+    docs = [text[i : i + 40].strip() for text in DOCS for i in (0, 40)]
+    engine = make_engine()
+    engine.warm(docs)
+    got, report = prepared(engine, chat(docs), repair="balanced")
+    chosen, chunks = set(report.repaired_positions), got.prompt.chunks
+    edges = [sum(p in chosen for p in range(c.start, c.start + 8)) for c in chunks]
+    inner = [sum(p in chosen for p in range(c.start + 8, c.end)) for c in chunks]
+    context = sum(len(c) for c in chunks)
+    assert 8 * len(docs) > 0.13 * context, "or it is no such prompt"
+    assert min(edges) >= 1
+    assert sum(inner) >= 0.2 * len(chosen)
+
+
+def test_boundary_tokens_that_fit_are_all_taken() -> None:
+    engine = make_engine()
+    engine.warm(DOCS)
+    got, report = prepared(engine, chat(), repair=Repair(first=8, query=0.1))
+    for c in got.prompt.chunks:
+        assert set(range(c.start, c.start + 8)) <= set(report.repaired_positions)
+    got, report = prepared(engine, chat(), repair=Repair(first=100, cap=0.5))  # nobody else asks for any of it
+    assert report.repaired_tokens == int(0.5 * sum(len(c) for c in got.prompt.chunks))
+
+
+@pytest.mark.parametrize("repair", [Repair(first=8, query=0.2, cap=0.001), Repair(blend=0.2, cap=0.001)])
+def test_nothing_is_scored_where_no_token_may_be_added(repair: Repair) -> None:
+    engine = make_engine()
+    engine.warm(DOCS)
+    _, report = prepared(engine, chat(), repair=repair)
+    assert (report.repaired_tokens, report.scoring_tokens) == (0, 0)
+    assert "score" not in report.stages, "a cost model would learn that scoring takes no time"

@@ -125,6 +125,8 @@ def test_policies_with_and_without_are_kept_apart() -> None:
     assert POLICY.recipe != POLICY.with_spread().recipe
     assert POLICY.with_spread().recipe != UNSAMPLED.with_spread().recipe
     assert (POLICY | Repair(spread=0.5)).spread == 0.5
+    sampled = replace(POLICY, sample=0.2).with_spread()
+    assert (sampled | Repair.boundary(8)).sample == (Repair.boundary(8) | sampled).sample == 0.2
     assert NAMED_REPAIRS["balanced"].cap <= 0.15
     assert NAMED_REPAIRS["faithful"].cap == 0.30
     with pytest.raises(ValueError, match="spread"):
