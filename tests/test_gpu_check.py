@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -66,6 +69,41 @@ def test_all_tests_for_a_device_are_run(scripts: Any) -> None:
     here = {str(Path(__file__).relative_to(ROOT))}
     assert {str(f.relative_to(ROOT)) for f in marked} - here == set(scripts.parts.gpu_tests())
     assert scripts.parts.gpu_tests()
+
+
+def bare_python(folder: Path) -> Path:
+    """An interpreter that has torch, transformers, pytest and what these bring; nothing else of this environment."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+    target = sorted(folder.glob("lib*/python*/site-packages"))[0]  # lib64 is a link to lib
+    todo, done = ["torch", "transformers", "pytest"], set[str]()
+    while todo:
+        name = todo.pop()
+        try:
+            found = metadata.distribution(name)
+        except metadata.PackageNotFoundError:  # for another system
+            continue
+        tops = {file.parts[0] for file in found.files or []} - {"..", "__pycache__"}
+        for top in tops if found.name not in done else ():
+            here = Path(str(found.locate_file(top)))
+            if here.exists() and not (target / top).exists():
+                (target / top).symlink_to(here)
+        wanted = [Requirement(r) for r in found.requires or [] if found.name not in done]
+        todo += [r.name for r in wanted if r.marker is None or r.marker.evaluate({"extra": ""})]
+        done.add(found.name)
+    return folder / "bin" / "python"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.name == "nt", reason="links")
+def test_nothing_but_torch_transformers_and_pytest_is_needed(tmp_path: Path) -> None:
+    python, out = bare_python(tmp_path / "bare"), tmp_path / "all.json"
+    lacks = [python, "-c", "import importlib.util as u, sys; sys.exit(u.find_spec('xxhash') is not None)"]
+    subprocess.run(lacks, check=True, env={**os.environ, "PYTHONPATH": ""})
+    command = [python, "benchmarks/gpu_check.py", "--smoke", "--only", "tests", "packing", "--out", out]
+    run = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, "PYTHONPATH": "."}, capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, out.read_text() if out.exists() else run.stderr
 
 
 HANGS = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import click
@@ -16,12 +17,16 @@ LINKS = ((6.0, "memory that cannot be pinned"), (12.5, "PCIe 3.0 x16, 4.0 x8"), 
          (52.0, "PCIe 5.0 x16"))  # fmt: skip
 
 
+def _rate(ctx: click.Context, param: click.Parameter, value: float | None) -> float | None:
+    if value is not None and not (math.isfinite(value) and value > 0):
+        raise click.BadParameter(f"{value:g} is no rate (for example 25)", ctx=ctx, param=param)
+    return value
+
+
 @click.command("plan")
 @click.argument("model")
 @click.option("--vram", required=True, metavar="SIZE", callback=common.parsed(common.parse_size), help="e.g. 8GiB.")
-@click.option(
-    "--bandwidth", type=click.FloatRange(min=0, min_open=True), metavar="GB/s", help="Host to device, sustained."
-)
+@click.option("--bandwidth", type=float, callback=_rate, metavar="GB/s", help="Host to device, sustained.")
 @click.option("--context", type=click.IntRange(min=1), default=4096, show_default=True, help="Tokens of KV.")
 @click.option(
     "--kv-vram",
@@ -52,7 +57,7 @@ def command(
     from kvboost_rag.plan import Budget, KVBudget, find_weights, make_plan, page_sizes
 
     weights = find_weights(model)
-    pages = page_sizes(KVBudget(kv_vram), weights.kv_per_token, len(weights.layers)) if kv_vram else None
+    pages = page_sizes(KVBudget(kv_vram), weights.kv_per_token, len(weights.layers)) if kv_vram is not None else None
     plan = make_plan(weights, Budget(vram=vram, context=context, kv=kv_vram, host=host_memory))
     kv = f"pages with KV of {pages.tokens} tokens" if pages else f"KV of {context} tokens"
     links = [(bandwidth, "given")] if bandwidth else LINKS

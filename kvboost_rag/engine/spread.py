@@ -14,6 +14,7 @@ error is of another kind and larger, teach nothing. ``docs/log.md`` has the meas
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -75,7 +76,8 @@ class Lesson:
 
 class Spreader:
     """A reviser of caches. The lesson's teachers are recomputed by the coming forward; positions ``stale`` (ascending)
-    are corrected, layer by layer, before that layer's attention reads them."""
+    are corrected, layer by layer, before that layer's attention reads them. Nothing here waits for the device once the
+    forward has begun: what the host must know of positions, it knows before."""
 
     def __init__(
         self, rope: RopeTable, lesson: Lesson, stale: torch.Tensor, strength: float, device: torch.device
@@ -84,30 +86,32 @@ class Spreader:
         self.strength = strength
         self._lesson = lesson
         self._rope = rope
-        self._known = lesson.surroundings(self.teachers)
+        self._device = device
+        self._known = lesson.surroundings(lesson.teachers).to(device)
         self._weights = lesson.weights.to(device)
         self._back = rope.at(self.teachers, back=True)
         self._whole = False  # everything between the first and the last stale position is corrected
         self._row_of: torch.Tensor | None = None
-        self._correcting(stale.to(device))
+        self._correcting(stale.cpu())
 
     def _correcting(self, stale: torch.Tensor) -> None:
-        self._stale = stale
-        self._tables = (self._rope.at(stale, back=True), self._rope.at(stale))
-        self._around = self._lesson.surroundings(stale)
+        self._places: list[int] = stale.tolist()
+        self._stale = stale.to(self._device)
+        self._tables = (self._rope.at(self._stale, back=True), self._rope.at(self._stale))
+        self._around = self._lesson.surroundings(stale).to(self._device)
 
     def at(self, positions: torch.Tensor) -> None:
         """See :class:`~kvboost_rag.model.cache.Reviser`."""
         self._row_of = torch.searchsorted(positions, self.teachers)
         if not self._whole:
-            self._widen(self._stale, positions)
+            self._widen(positions.cpu())
 
-    def _widen(self, stale: torch.Tensor, rows: torch.Tensor) -> None:
+    def _widen(self, rows: torch.Tensor) -> None:
         """Work on one slice, without gathering, where all else in it is written by this forward anyway."""
-        first, end = int(stale[0]), int(stale[-1]) + 1
-        if stale.numel() + int(((rows >= first) & (rows < end)).sum()) == end - first:
+        first, end = self._places[0], self._places[-1] + 1
+        if len(self._places) + int(((rows >= first) & (rows < end)).sum()) == end - first:
             self._whole = True
-            self._correcting(torch.arange(first, end, device=stale.device))
+            self._correcting(torch.arange(first, end))
 
     def revise(self, cache: KVCache, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """See :class:`~kvboost_rag.model.cache.Reviser`."""
@@ -116,7 +120,7 @@ class Spreader:
         new = torch.cat([turn(keys[:, self._row_of], self._back), values[:, self._row_of].float()])
         own, around = regress(old, self._known, new - old, self._weights)
         own, around = own * self.strength, around * self.strength
-        first, end = int(self._stale[0]), int(self._stale[-1]) + 1
+        first, end = self._places[0], self._places[-1] + 1
         for a, b, cached_keys, cached_values in cache.layer_stretches(layer, first, end, write=True):
             self._correct(a, b, cached_keys, cached_values, own, around)
 
@@ -125,12 +129,12 @@ class Spreader:
     ) -> None:
         """Correct what is stale of positions ``[a, b)``, whose ``keys, values [Hkv, b - a, D]`` these are."""
         heads, (back, to) = keys.shape[0], self._tables
-        low, high = (int(i) for i in torch.searchsorted(self._stale, torch.tensor([a, b], device=self._stale.device)))
+        low, high = bisect_left(self._places, a), bisect_left(self._places, b)
         if low == high:
             return
         at: slice | torch.Tensor = self._stale[low:high] - a
         if self._whole:
-            at = slice(max(a, int(self._stale[0])) - a, min(b, int(self._stale[-1]) + 1) - a)
+            at = slice(self._places[low] - a, self._places[high - 1] + 1 - a)
         back, to = (back[0][low:high], back[1][low:high]), (to[0][low:high], to[1][low:high])
         moved = torch.matmul(self._around[low:high], around)  # [2 Hkv, m, D]
         _add(keys, at, turn(torch.baddbmm(moved[:heads], turn(keys[:, at], back), own[:heads]), to))
@@ -156,7 +160,9 @@ def regress(
     x = torch.cat([own / scale, around[:, :fixed].expand(own.shape[0], -1, -1)], -1)
     weighted = (x * weights[:, None]).transpose(1, 2)
     gram = weighted @ x + RIDGE * weights.sum() * torch.eye(x.shape[-1], device=x.device)
-    inverse = torch.cholesky_inverse(torch.linalg.cholesky(gram))  # half the time of an LU solve at this size
+    # Half the time of an LU solve at this size. The ridge makes it definite: no check, for which a device would be
+    # waited for.
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky_ex(gram).L)
     solved: torch.Tensor = inverse @ (weighted @ residual)
     members = around[:, fixed:] * weights[:, None]
     means = members.T @ (residual - x @ solved) / (members.sum(0)[:, None] + FIRM)  # [H, C, D]

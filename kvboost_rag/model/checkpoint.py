@@ -56,6 +56,8 @@ def load_checkpoint(
     """
     common = {"revision": revision, "trust_remote_code": trust_remote_code}
     config = _load_config(source, common)
+    if streaming is not None:
+        _check_streamed(source, config)
     _check_config(source, config)
     tokenizer = _load_tokenizer(source, common)
     if streaming is not None:
@@ -121,6 +123,15 @@ def _check_config(source: str | Path, config: Any) -> None:
     if any(part in name for name in names for part in ("MaskedLM", "Classification", "QuestionAnswering", "ForPre")):
         raise _unsupported(source, f"not a causal language model ({', '.join(names)})")
     _check_quantization(source, config)
+
+
+def _check_streamed(source: str | Path, config: Any) -> None:
+    """First: that a package is missing for what is not streamed anyway would send people the wrong way."""
+    method = quantization_of(config).get("quant_method", "awq")
+    if method != "awq":
+        raise UnsupportedModelError(
+            f"{source} is quantised with {method}: only AWQ and plain weights are streamed", hint="leave vram out"
+        )
 
 
 def _unsupported(source: str | Path, what: str) -> UnsupportedModelError:
@@ -212,11 +223,6 @@ def _load_streamed(
 ) -> Any:
     from kvboost_rag.model.streaming.load import load_streamed
 
-    method = quantization_of(config).get("quant_method", "awq")
-    if method != "awq":
-        raise UnsupportedModelError(
-            f"{source} is quantised with {method}: only AWQ and plain weights are streamed", hint="leave vram out"
-        )
     dtype = _plain_dtype(dtype, device)
     budget, backend = streaming
     return load_streamed(source, config, dtype=dtype, budget=budget, backend=backend, **common)

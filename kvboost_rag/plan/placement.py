@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvboost_rag.errors import CapacityError, UsageError
-from kvboost_rag.plan.memory import gib
+from kvboost_rag.plan.memory import gib, parse_bytes
 from kvboost_rag.plan.weights import Weights
 
 CPU_READ = 20e9  # bytes/s of host memory, assumed for an output matrix that is multiplied on the CPU
@@ -22,7 +22,7 @@ CPU_READ = 20e9  # bytes/s of host memory, assumed for an output matrix that is 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """What may be used. Sizes in bytes.
+    """What may be used. Sizes in bytes (``vram`` also as text, ``"8GiB"``).
 
     ``context`` tokens of KV are planned for; ``reserve`` is taken by the driver, the display and cuBLAS;
     ``workspace`` by activations and scratch; ``held`` by KV that is kept after a request (``prefix_bytes``), and
@@ -44,8 +44,12 @@ class Budget:
     def __post_init__(self) -> None:
         if self.slots < 2:
             raise UsageError(f"slots={self.slots}", hint="at least 2: one is computed on while the other is filled")
-        if min(self.vram, self.context) <= 0 or min(self.reserve, self.workspace, self.held, self.held_tokens) < 0:
-            raise UsageError(f"a budget of {self} makes no sense", hint="vram and context must be above zero")
+        object.__setattr__(self, "vram", parse_bytes(self.vram))  # "8GiB" is understood here too
+        sizes = (self.reserve, self.workspace, self.held, self.held_tokens, self.host or 0)
+        if self.context <= 0 or min(sizes) < 0:
+            raise UsageError(f"{self} makes no sense", hint="a context above zero, and no size below")
+        if self.kv is not None and self.kv <= 0:
+            raise UsageError(f"kv={self.kv} is no memory at all", hint="bytes of the pages, or None without kv_vram=")
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,10 +177,13 @@ def make_plan(weights: Weights, budget: Budget) -> Plan:
         if plan is not None:
             return _check_host(plan)
     least = _plan(weights, budget, len(weights.layers), True, True).device_bytes
+    kv, less = f"{budget.context} tokens of context", "a shorter context"
+    if budget.kv is not None:
+        kv, less = f"kv_vram of {gib(budget.kv)}", "less kv_vram"
     raise CapacityError(
         f"{weights.name or 'the model'} needs at least {gib(least)} of GPU memory with every layer streamed and "
-        f"{budget.context} tokens of context, the budget is {gib(budget.vram)}",
-        hint=f"vram={least} or more, or a shorter context",
+        f"{kv}, the budget is {gib(budget.vram)}",
+        hint=f"vram={least} or more, or {less}",
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from kvboost_rag.errors import CheckpointError, ModelNotFoundError, UnsupportedModelError
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "phi3")
+AWQ_GROUPS = (32, 64, 128, -1)  # sizes that are read; -1: one group over all inputs
 _HALF = 2  # bytes
 
 # Plain (bf16) shapes; "<name>-awq" is the same in 4 bits, groups of 128.
@@ -104,10 +105,12 @@ def weights_of_config(config: Mapping[str, Any], *, name: str = "") -> Weights:
     try:
         hidden, inner = int(config["hidden_size"]), int(config["intermediate_size"])
         heads, vocab, count = (int(config[k]) for k in ("num_attention_heads", "vocab_size", "num_hidden_layers"))
-    except (KeyError, TypeError, ValueError) as e:
+        kv_heads = int(config.get("num_key_value_heads") or heads)
+        dim = int(config.get("head_dim") or hidden // heads)
+        if min(hidden, inner, heads, vocab, count, kv_heads, dim) < 1:
+            raise ValueError("sizes above zero")
+    except (KeyError, TypeError, ValueError, ArithmeticError) as e:
         raise CheckpointError(f"config.json of {name or 'the model'} lacks {e}") from e
-    kv_heads = int(config.get("num_key_value_heads") or heads)
-    dim = int(config.get("head_dim") or hidden // heads)
     size = _dtype_bytes(config)
     qkv = kind == "qwen2" or bool(config.get("attention_bias"))
     linears = [
@@ -147,12 +150,20 @@ def _linear_bytes(config: Mapping[str, Any], name: str, dense: int) -> Any:
     quantization = config.get("quantization_config") or {}
     if not quantization:
         return lambda inputs: dense
+    if not isinstance(quantization, Mapping):
+        raise CheckpointError(f"config.json of {name or 'the model'} has no readable quantization_config")
     method = quantization.get("quant_method")
     if method != "awq":
         raise UnsupportedModelError(
             f"{name or 'the model'} is quantised with {method}; only AWQ and plain weights are streamed",
             hint="take the AWQ checkpoint, or the one that is not quantised",
         )
-    group = int(quantization.get("group_size", 128))
+    group = quantization.get("group_size", quantization.get("q_group_size", 128))
+    bits, layout = quantization.get("bits", quantization.get("w_bit", 4)), quantization.get("version", "gemm")
+    if (str(layout).lower(), bits) != ("gemm", 4) or group not in AWQ_GROUPS:
+        raise UnsupportedModelError(
+            f"{name or 'the model'} is AWQ in the layout {layout!r}, {bits} bits, group size {group}",
+            hint=f"read are gemm, 4 bits, {', '.join(map(str, AWQ_GROUPS))}",
+        )
     # 4 bits, and per group a 16-bit scale and a 4-bit zero.
     return lambda inputs: 0.5 + 2.5 / (inputs if group == -1 else group)

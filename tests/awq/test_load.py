@@ -13,6 +13,7 @@ from kvboost_rag import KVBoost, Repair
 from kvboost_rag.errors import CheckpointError, KVBoostError, UnsupportedModelError
 from kvboost_rag.model.awq.linear import AwqLinear
 from kvboost_rag.model.load import load_model
+from kvboost_rag.model.streaming.virtual import VirtualBackend
 from tests.awq.rtn import edit_quantization, edit_tensors, save_awq
 from tests.engine.helpers import DOCS, TOLERANCE, chat, full_prefill_gap, prepared
 from tests.tiny import save_tiny
@@ -166,6 +167,9 @@ def test_other_methods_are_refused_by_name(method: str, tmp_path: Path) -> None:
     save_awq(tmp_path)
     edit_quantization(tmp_path, quant_method=method)
     refuses(tmp_path, method, UnsupportedModelError)
+    with pytest.raises(UnsupportedModelError, match=f"{method}: only AWQ and plain weights are streamed") as caught:
+        load_model(tmp_path, device="cpu", vram="8GiB", backend=VirtualBackend())
+    assert "install" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from kvboost_rag import KVBoost
+from kvboost_rag import KVBoost, Repair
 from kvboost_rag.model import packed
 from kvboost_rag.model.kernels import choose_kernel
 from kvboost_rag.model.packed import Segments, choose_packed, one_by_one
 from kvboost_rag.model.paged import partial
 from tests.engine.helpers import DOCS, chat, plain_ids
+from tests.engine.slow_store import SlowStore
+from tests.paged.helpers import least_budget
 from tests.tiny import save_tiny
 
 pytestmark = pytest.mark.gpu
@@ -89,3 +91,22 @@ def test_answers_over_packed_blocks(tmp_path: Path) -> None:
     assert report.stored == len(DOCS)
     assert engine.adapter.encoded.packed_chunks == len(DOCS)
     assert engine.generate(chat(), max_new_tokens=4).report.hits == len(DOCS)
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_blocks_that_come_in_while_the_forward_runs(paged: bool, tmp_path: Path) -> None:
+    """Layers are laid by the forward's thread, on its stream, into device memory or pages on both sides."""
+    plain = engine_of(tmp_path, "llama", "float32")
+    engine = KVBoost.from_pretrained(
+        tmp_path, device="cuda", dtype="float32", store=SlowStore(), filler_tokens=48, prefix_bytes=0,
+        kv_vram=least_budget(plain) if paged else None,
+    )  # fmt: skip
+    for e in (plain, engine):
+        e.warm(DOCS)
+    for repair in ("fast", "balanced", "faithful", Repair.deviation(0.2), Repair.boundary(4).with_shift()):
+        ours, theirs = (e.score(chat(), [40, 50, 60], repair=repair, logits=True) for e in (engine, plain))
+        assert "wait" in ours.report.stages
+        assert (ours.report.host_tokens > 0) == paged
+        assert ours.logits is not None
+        assert theirs.logits is not None
+        assert close(ours.logits, theirs.logits, 1e-3), repair

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from kvboost_rag import KVBoost
 from kvboost_rag.config import NAMED_REPAIRS, Repair
-from kvboost_rag.engine.spread import EDGE, FEWEST, Lesson, regress
+from kvboost_rag.engine.spread import EDGE, FEWEST, Lesson, Spreader, regress
 from tests.engine.helpers import DOCS, chat, make_engine, prepared
+from tests.paged.helpers import pair
 
 POLICY = Repair(first=EDGE, query=0.3)
 UNSAMPLED = replace(POLICY, sample=0.0)
@@ -133,3 +136,42 @@ def test_policies_with_and_without_are_kept_apart() -> None:
         Repair(spread=1.5)
     with pytest.raises(ValueError, match="sample"):
         Repair(sample=-0.1)
+
+
+class Waits(TorchFunctionMode):
+    """Notes calls for which the host waits where tensors lie on a device."""
+
+    NAMES = ("__int__", "__index__", "__bool__", "__float__", "item", "tolist", "cpu", "nonzero", "linalg_cholesky")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        index = args[1] if name in ("__getitem__", "__setitem__") else ()
+        by_mask = any(
+            isinstance(i, torch.Tensor) and i.dtype == torch.bool for i in (index if type(index) is tuple else (index,))
+        )
+        if name in self.NAMES or by_mask:
+            self.seen.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_no_layer_waits_for_the_device(paged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Finding what stays on the host may wait, once; so the first layer is let off."""
+    revise, seen = Spreader.revise, []
+
+    def watched(self: Any, cache: Any, layer: int, *rows: Any) -> None:
+        with Waits() as waits:
+            revise(self, cache, layer, *rows)
+        seen.extend((layer, name) for name in waits.seen)
+
+    monkeypatch.setattr(Spreader, "revise", watched)
+    engine = pair(prefix_bytes=0)[0] if paged else make_engine(prefix_bytes=0)
+    engine.warm(DOCS)
+    _, report = prepared(engine, chat(), repair=POLICY.with_spread())
+    assert report.repaired_positions
+    assert [entry for entry in seen if entry[0] > 0] == []
+    assert paged or seen == []

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from kvboost_rag import KVBoost, Repair
-from kvboost_rag.errors import CapacityError
+from kvboost_rag.errors import BlockFormatError, CapacityError
 from kvboost_rag.model.streaming.virtual import VirtualBackend
 from kvboost_rag.plan import Budget, KVBudget
 from tests.awq.rtn import save_awq
 from tests.engine.helpers import DOCS, TOLERANCE, chat
+from tests.engine.slow_store import SlowStore
 from tests.paged.helpers import PAGE, least_budget, stats
 from tests.streaming.helpers import budget_for
 
@@ -30,7 +31,12 @@ def everything(path: Path, kv: KVBudget, backend: VirtualBackend, **options: Any
     budget = replace(budget_for(path, 1), context=1, held_tokens=1)
     budget = replace(budget, vram=budget.vram + kv.nbytes)
     return KVBoost.from_pretrained(
-        path, device="cpu", vram=budget, kv_vram=kv, backend=backend, store="memory", filler_tokens=48, **options
+        path,
+        device="cpu",
+        vram=budget,
+        kv_vram=kv,
+        backend=backend,
+        **{"store": "memory", "filler_tokens": 48, **options},
     )
 
 
@@ -66,6 +72,39 @@ def test_streaming_paging_reuse_and_repair_at_once(family: str, tmp_path: Path) 
     plan = engine.model.kvboost_plan
     on_device = plan.resident_bytes + plan.slots * plan.slot_bytes + stats(engine)["device_bytes"]
     assert backend.allocated == on_device <= plan.budget.vram
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_and_blocks_that_come_in_while_the_forward_runs(family: str, tmp_path: Path) -> None:
+    """Into pages on both sides of the bus, before streamed layers; then with one block that is lost on its way."""
+    oracle = save_awq(tmp_path, family, num_hidden_layers=6)
+    lost: set[str] = set()
+
+    def before(key: str, layer: int) -> None:
+        if key in lost and layer == 4:
+            store.delete(key)
+            raise BlockFormatError("torn")
+
+    options: dict[str, Any] = {"filler_tokens": 48, "prefix_bytes": 0, "on_low_fidelity": "ignore"}
+    dense = KVBoost(oracle, tokenizer_of(tmp_path), store="memory", **options)
+    store = SlowStore(before)
+    engine = everything(tmp_path, least_budget(dense), VirtualBackend(order="random"), store=store, **options)
+    for name, repair in REPAIRS.items():
+        for lose in (False, True):
+            engine.warm(DOCS, packs=True)
+            dense.warm(DOCS)
+            ours_key, key = (e.encoder().key(e.encoder().tokenize(DOCS[1])) for e in (engine, dense))
+            if lose:
+                lost.add(ours_key)
+                dense.store.delete(key)
+            ours, theirs = (e.score(chat(), [40, 50, 60], repair=repair, logits=True) for e in (engine, dense))
+            lost.clear()
+            assert "wait" in ours.report.stages
+            assert ours.report.hits == theirs.report.hits == 4 - lose
+            assert ours.report.host_tokens > 0
+            assert ours.logits is not None
+            assert theirs.logits is not None
+            assert (ours.logits - theirs.logits).abs().max() < 5 * TOLERANCE, (name, lose)
 
 
 def tokenizer_of(path: Path) -> Any:

@@ -140,11 +140,22 @@ def test_configs_that_cannot_be_planned(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFoundError, match="no such path"):
         find_weights("nothing-like-this")
     file = tmp_path / "config.json"
+    awq = {"quant_method": "awq"}
+
+    def config(**changes: Any) -> str:
+        return json.dumps({**SHAPES["llama-3.1-8b"], **changes})
+
     for text, error, message in [
         ("{", CheckpointError, "cannot be read"),
         ("[]", CheckpointError, "not an object"),
         ('{"model_type": "mamba"}', UnsupportedModelError, "mamba"),
         ('{"model_type": "llama"}', CheckpointError, "lacks 'hidden_size'"),
+        (config(head_dim=None, num_attention_heads=0), CheckpointError, "lacks"),
+        (config(num_hidden_layers=0), CheckpointError, "above zero"),
+        (config(quantization_config=[1]), CheckpointError, "quantization_config"),
+        (config(quantization_config={**awq, "bits": 8}), UnsupportedModelError, "8 bits"),
+        (config(quantization_config={**awq, "version": "marlin"}), UnsupportedModelError, "marlin"),
+        (config(quantization_config={**awq, "group_size": 0}), UnsupportedModelError, "group size 0"),
         (json.dumps({**SHAPES["llama-3.1-8b"], "quantization_config": {"quant_method": "gptq"}}),
          UnsupportedModelError, "gptq"),
     ]:  # fmt: skip
@@ -161,6 +172,10 @@ def test_sizes_as_people_write_them() -> None:
             parse_bytes(wrong)
     with pytest.raises(UsageError, match="at least 2"):
         Budget(vram=1, slots=1)
+    assert Budget("8GiB").vram == 8 * GIB  # type: ignore[arg-type]
+    for wrong_budget in ({"vram": 0}, {"vram": float("nan")}, {"context": 0}, {"kv": 0}, {"host": -1}):
+        with pytest.raises(UsageError):
+            Budget(**{"vram": GIB, **wrong_budget})
 
 
 def test_host_memory_respects_the_container(tmp_path: Path) -> None:
@@ -207,6 +222,9 @@ def test_command_says_what_is_wrong() -> None:
     assert run(QWEN, "--vram", "8GiB", "--host-memory", "4GiB").exit_code == 1
     assert run(QWEN, "--vram", "lots").exit_code == 2
     assert run("no-such-model", "--vram", "8GiB").exit_code == 1
+    for rate in ("nan", "inf", "0", "-3"):
+        wrong = run(QWEN, "--vram", "8GiB", "--bandwidth", rate)
+        assert (wrong.exit_code, "--bandwidth" in wrong.stderr, wrong.stdout) == (2, True, "")
 
 
 def test_pages_instead_of_a_context() -> None:
@@ -220,3 +238,8 @@ def test_pages_instead_of_a_context() -> None:
     done = runner.invoke(main, ["plan", QWEN, "--vram", "12GiB", "--kv-vram", "1MiB"])
     assert done.exit_code != 0
     assert "67633152" in done.output
+    none = run(QWEN, "--vram", "12GiB", "--kv-vram", "0")
+    assert (none.exit_code, "no memory" in none.stderr, none.stdout) == (2, True, ""), "not: pages of nothing"
+    large = run(QWEN, "--vram", "8GiB", "--kv-vram", "20GiB").stderr
+    assert "kv_vram of 20.00 GiB" in large
+    assert "context" not in large, "a shorter one would not help"

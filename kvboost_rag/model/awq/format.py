@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvboost_rag.errors import CheckpointError
-
-GROUP_SIZES = (32, 64, 128, -1)  # -1: one group over all inputs
+from kvboost_rag.plan.weights import AWQ_GROUPS as GROUP_SIZES
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 # (rows, segment, their places in it): rows that are written to host memory
 HostRows = list[tuple[torch.Tensor, "Segment", torch.Tensor]]
+# of some positions: which are on the device (None: all), their places in the pool, and those on the host
+Located = tuple[torch.Tensor | None, torch.Tensor, HostRows]
 
 
 class PagedCache(KVCache):
@@ -32,6 +34,7 @@ class PagedCache(KVCache):
         self._device_rows: torch.Tensor | None = None  # None: all of them
         self._places = torch.empty(0, dtype=torch.long)  # of those rows, in the pool
         self._host_rows: HostRows = []
+        self._gathered: tuple[torch.Tensor, tuple[int, ...], Located] | None = None
 
     @property
     def whole(self) -> bool:
@@ -90,7 +93,7 @@ class PagedCache(KVCache):
             )
 
     def gather(self, layer: int, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        rows, places, host = self._locate(positions)
+        rows, places, host = self._located(positions)
         spec = self.pool.spec
         out = torch.empty(2, spec.num_kv_heads, positions.numel(), spec.head_dim, dtype=spec.dtype, device=spec.device)
         found = self.pool.kv[layer].index_select(2, places)
@@ -113,7 +116,14 @@ class PagedCache(KVCache):
             for _, segment, offsets in host:
                 segment.kv.index_fill_(3, offsets, 0.0)
 
-    def _locate(self, positions: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor, HostRows]:
+    def _located(self, positions: torch.Tensor) -> Located:
+        """:meth:`_locate`, once for all layers: finding places waits for the device."""
+        lies = (self.table.host_pages, *self.table.slots)
+        if self._gathered is None or self._gathered[0] is not positions or self._gathered[1] != lies:
+            self._gathered = (positions, lies, self._locate(positions))
+        return self._gathered[2]
+
+    def _locate(self, positions: torch.Tensor) -> Located:
         """Ascending ``positions``: which of them are on the device (None: all), their places in the pool, and those on
         the host."""
         at = positions.cpu()
