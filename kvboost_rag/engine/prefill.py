@@ -257,7 +257,7 @@ class Prefiller:
         if repair.spread:
             lesson = Lesson.of([(s.start, s.end) for s in spans if not s.exact], choice.positions, choice.sampled)
             if lesson is not None:
-                return Spreader(rope, lesson, stale, repair.spread, device)
+                return Spreader(rope, lesson, stale, repair.spread, self.adapter.spec.num_layers, device)
         return Shifter(rope, torch.tensor(choice.positions), stale, device) if repair.shift else None
 
     @staticmethod

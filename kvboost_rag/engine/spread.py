@@ -9,7 +9,9 @@ Tokens that were recomputed because the question attends to them are unlike thos
 what the others lack, and a prompt can go wrong by it. So part of the budget is an even sample (``Repair.sample``), and
 the tokens that attention picked count for less. The ridge, and the shrinking of each chunk's own share, keep it from
 exploding on few or odd teachers; only part of the estimate is applied (``strength``); and a chunk's first tokens, whose
-error is of another kind and larger, teach nothing. ``docs/log.md`` has the measurements.
+error is of another kind and larger, teach nothing. In the upper layers a token unlike its teachers (by its leverage in
+the regression: a number among prose) is corrected less: being unlike the others is what it is there for.
+``docs/log.md`` has the measurements.
 """
 
 from __future__ import annotations
@@ -23,11 +25,14 @@ import torch
 from kvboost_rag.kv.rope import RopeTable, turn
 from kvboost_rag.model.cache import KVCache
 
+FIXED = 5  # surroundings that are the same for all prompts: four of the place, and a one
 EDGE = 8  # tokens at a chunk's start that teach nothing
 FEWEST = 8  # recomputed tokens below which nothing is spread
 RIDGE = 0.2  # of the features' mean square
 PICKED = 0.3  # the weight of a token that was picked, next to 1 for one of the sample
 FIRM = 8.0  # a chunk's own share of the residual counts for half where so many tokens teach it
+GUARDED_FROM = 1 / 2  # of the depth: below, correcting what is unlike its teachers does no harm
+ENOUGH = 2.0  # teachers per feature from which leverage is known well enough to be squared
 REACH = (16.0, 64.0)  # tokens over which the influence of a chunk's start fades
 
 
@@ -80,13 +85,21 @@ class Spreader:
     forward has begun: what the host must know of positions, it knows before."""
 
     def __init__(
-        self, rope: RopeTable, lesson: Lesson, stale: torch.Tensor, strength: float, device: torch.device
+        self,
+        rope: RopeTable,
+        lesson: Lesson,
+        stale: torch.Tensor,
+        strength: float,
+        num_layers: int,
+        device: torch.device,
     ) -> None:
         self.teachers = lesson.teachers.to(device)
         self.strength = strength
         self._lesson = lesson
         self._rope = rope
         self._device = device
+        self._guarded_from = int(num_layers * GUARDED_FROM)
+        self._taught = float(lesson.weights.sum())
         self._known = lesson.surroundings(lesson.teachers).to(device)
         self._weights = lesson.weights.to(device)
         self._back = rope.at(self.teachers, back=True)
@@ -118,15 +131,21 @@ class Spreader:
         old_keys, old_values = cache.gather(layer, self.teachers)
         old = torch.cat([turn(old_keys, self._back), old_values.float()])
         new = torch.cat([turn(keys[:, self._row_of], self._back), values[:, self._row_of].float()])
-        own, around = regress(old, self._known, new - old, self._weights)
-        own, around = own * self.strength, around * self.strength
+        fit = regress(old, self._known, new - old, self._weights)
+        trust = self._trust(fit, old) if layer >= self._guarded_from else None
         first, end = self._places[0], self._places[-1] + 1
         for a, b, cached_keys, cached_values in cache.layer_stretches(layer, first, end, write=True):
-            self._correct(a, b, cached_keys, cached_values, own, around)
+            self._correct(a, b, cached_keys, cached_values, fit, trust)
 
-    def _correct(
-        self, a: int, b: int, keys: torch.Tensor, values: torch.Tensor, own: torch.Tensor, around: torch.Tensor
-    ) -> None:
+    def _trust(self, fit: Fit, teachers: torch.Tensor) -> Trust:
+        """How far tokens unlike the ``teachers [2 Hkv, n, D]`` may be corrected."""
+        leverage = fit.leverage(teachers, self._known)
+        left_out = leverage / (1 - self._weights * leverage).clamp_min(0.02)  # as if it were not among its teachers
+        usual = (left_out * self._weights).sum(1, keepdim=True) / self._taught
+        power = 2.0 if self._taught >= ENOUGH * fit.inverse.shape[-1] else 1.0
+        return Trust(usual, power)
+
+    def _correct(self, a: int, b: int, keys: torch.Tensor, values: torch.Tensor, fit: Fit, trust: Trust | None) -> None:
         """Correct what is stale of positions ``[a, b)``, whose ``keys, values [Hkv, b - a, D]`` these are."""
         heads, (back, to) = keys.shape[0], self._tables
         low, high = bisect_left(self._places, a), bisect_left(self._places, b)
@@ -136,9 +155,25 @@ class Spreader:
         if self._whole:
             at = slice(self._places[low] - a, self._places[high - 1] + 1 - a)
         back, to = (back[0][low:high], back[1][low:high]), (to[0][low:high], to[1][low:high])
-        moved = torch.matmul(self._around[low:high], around)  # [2 Hkv, m, D]
-        _add(keys, at, turn(torch.baddbmm(moved[:heads], turn(keys[:, at], back), own[:heads]), to))
-        _add(values, at, torch.baddbmm(moved[heads:], values[:, at].float(), own[heads:]))
+        around = self._around[low:high]
+        stale = torch.cat([turn(keys[:, at], back), values[:, at].float()])  # [2 Hkv, m, D]
+        moved = fit.residual(stale, around).mul_(self.strength)
+        if trust is not None:
+            moved.mul_(trust.of(fit.leverage(stale, around))[..., None])
+        _add(keys, at, turn(moved[:heads], to))
+        _add(values, at, moved[heads:])
+
+
+@dataclass(frozen=True, slots=True)
+class Trust:
+    """What the leverage of a token says of its correction; ``usual [H, 1]`` is its teachers' own, left out."""
+
+    usual: torch.Tensor
+    power: float
+
+    def of(self, leverage: torch.Tensor) -> torch.Tensor:
+        """The share of the correction, from ``leverage [H, m]``: 1 for what is like the teachers."""
+        return (self.usual / torch.maximum(leverage, self.usual)).pow_(self.power)
 
 
 def _add(target: torch.Tensor, at: slice | torch.Tensor, shift: torch.Tensor) -> None:
@@ -148,22 +183,43 @@ def _add(target: torch.Tensor, at: slice | torch.Tensor, shift: torch.Tensor) ->
         target.index_copy_(1, at, (target[:, at] + shift).to(target.dtype))
 
 
-def regress(
-    own: torch.Tensor, around: torch.Tensor, residual: torch.Tensor, weights: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """A regression: ``own [H, D, D]`` and ``around [H, 5 + C, D]`` map vectors and their surroundings to residuals;
+    ``inverse [H, D + 5, D + 5]`` of the features' Gram matrix, of vectors over ``scale [H, 1, 1]``."""
+
+    own: torch.Tensor
+    around: torch.Tensor
+    inverse: torch.Tensor
+    scale: torch.Tensor
+
+    def residual(self, vectors: torch.Tensor, surroundings: torch.Tensor) -> torch.Tensor:
+        """What ``vectors [H, m, D]`` in ``surroundings [m, 5 + C]`` are expected to lack, ``[H, m, D]``."""
+        return torch.baddbmm(torch.matmul(surroundings, self.around), vectors, self.own)
+
+    def leverage(self, vectors: torch.Tensor, surroundings: torch.Tensor) -> torch.Tensor:
+        """How unlike the teachers they are, ``[H, m]``."""
+        x = _features(vectors, surroundings, self.scale)
+        return (x @ self.inverse).mul_(x).sum(-1)
+
+
+def _features(vectors: torch.Tensor, surroundings: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return torch.cat([vectors / scale, surroundings[:, :FIXED].expand(vectors.shape[0], -1, -1)], -1)
+
+
+def regress(own: torch.Tensor, around: torch.Tensor, residual: torch.Tensor, weights: torch.Tensor) -> Fit:
     """Weighted ridge regression per head from vectors ``own [H, n, D]`` and their surroundings ``around [n, 5 + C]``
     (four numbers, a one, membership of C chunks) to ``residual [H, n, D]``; of what it leaves, each chunk's mean,
-    shrunk. Returns ``[H, D, D]`` and ``[H, 5 + C, D]``: a vector ``x [H, m, D]`` in surroundings ``s [m, 5 + C]`` is
-    expected to have the residual ``x @ first + s @ second``. ``weights [n]``. fp32."""
-    dim, fixed = own.shape[-1], 5
+    shrunk. ``weights [n]``. fp32."""
+    dim = own.shape[-1]
     scale = own.square().mean((1, 2), keepdim=True).sqrt().clamp_min(1e-6)
-    x = torch.cat([own / scale, around[:, :fixed].expand(own.shape[0], -1, -1)], -1)
+    x = _features(own, around, scale)
     weighted = (x * weights[:, None]).transpose(1, 2)
     gram = weighted @ x + RIDGE * weights.sum() * torch.eye(x.shape[-1], device=x.device)
     # Half the time of an LU solve at this size. The ridge makes it definite: no check, for which a device would be
     # waited for.
     inverse = torch.cholesky_inverse(torch.linalg.cholesky_ex(gram).L)
     solved: torch.Tensor = inverse @ (weighted @ residual)
-    members = around[:, fixed:] * weights[:, None]
+    members = around[:, FIXED:] * weights[:, None]
     means = members.T @ (residual - x @ solved) / (members.sum(0)[:, None] + FIRM)  # [H, C, D]
-    return solved[:, :dim] / scale, torch.cat([solved[:, dim:], means], 1)
+    return Fit(solved[:, :dim] / scale, torch.cat([solved[:, dim:], means], 1), inverse, scale)

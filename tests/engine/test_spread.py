@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from kvboost_rag import KVBoost
 from kvboost_rag.config import NAMED_REPAIRS, Repair
-from kvboost_rag.engine.spread import EDGE, FEWEST, Lesson, Spreader, regress
+from kvboost_rag.engine.spread import EDGE, FEWEST, Lesson, Trust, regress
 from tests.engine.helpers import DOCS, chat, make_engine, prepared
 from tests.paged.helpers import pair
 
@@ -38,8 +38,7 @@ def test_a_shared_linear_error_is_learned() -> None:
     known, others = torch.randn(2, 400, 8, generator=draw), torch.randn(2, 50, 8, generator=draw)
     map_, shift = 0.2 * torch.randn(2, 8, 8, generator=draw), torch.randn(2, 1, 8, generator=draw)
     true = others @ map_ + shift
-    own, around = regress(known, nowhere(400), known @ map_ + shift, torch.ones(400))
-    found = others @ own + nowhere(50) @ around
+    found = regress(known, nowhere(400), known @ map_ + shift, torch.ones(400)).residual(others, nowhere(50))
     assert (found - true).norm() < 0.2 * true.norm()
 
 
@@ -52,13 +51,11 @@ def test_what_the_place_and_the_chunk_tell_is_learned() -> None:
     def truth(s: torch.Tensor) -> torch.Tensor:
         return s[:, :1] * 4 + s[:, 6:7] * 2
 
-    own, around = regress(torch.randn(1, 150, 8, generator=draw), known, truth(known).expand(1, -1, 8), torch.ones(150))
-    found = torch.randn(1, 150, 8, generator=draw) @ own + odd @ around
+    fit = regress(torch.randn(1, 150, 8, generator=draw), known, truth(known).expand(1, -1, 8), torch.ones(150))
+    found = fit.residual(torch.randn(1, 150, 8, generator=draw), odd)
     assert (found - truth(odd)).norm() < 0.35 * truth(odd).expand(1, -1, 8).norm()
-    flat, _ = regress(
-        torch.randn(1, 150, 8, generator=draw), nowhere(150), truth(known).expand(1, -1, 8), torch.ones(150)
-    )
-    assert flat.norm() < 1, "keys that know nothing must not be made to know it"
+    flat = regress(torch.randn(1, 150, 8, generator=draw), nowhere(150), truth(known).expand(1, -1, 8), torch.ones(150))
+    assert flat.own.norm() < 1, "keys that know nothing must not be made to know it"
 
 
 def test_picked_tokens_count_for_less_than_sampled_ones() -> None:
@@ -66,8 +63,8 @@ def test_picked_tokens_count_for_less_than_sampled_ones() -> None:
     residual = torch.cat([torch.ones(1, 50, 4), -torch.ones(1, 50, 4)], 1)
     lesson = Lesson.of([(0, 200)], range(EDGE, EDGE + 100), frozenset(range(EDGE, EDGE + 50)))
     assert lesson is not None
-    own, around = regress(torch.zeros(1, 100, 4), nowhere(100), residual, lesson.weights)
-    assert (nowhere(1) @ around).mean() > 0.3
+    fit = regress(torch.zeros(1, 100, 4), nowhere(100), residual, lesson.weights)
+    assert fit.residual(torch.zeros(1, 1, 4), nowhere(1)).mean() > 0.3
     even = Lesson.of([(0, 200)], range(EDGE, EDGE + 100), frozenset())
     assert even is not None
     assert (even.weights == 1).all(), "without a sample all count the same"
@@ -76,11 +73,24 @@ def test_picked_tokens_count_for_less_than_sampled_ones() -> None:
 def test_few_and_odd_probes_do_not_explode() -> None:
     draw = torch.Generator().manual_seed(0)
     known, residual = torch.randn(1, FEWEST, 64, generator=draw), torch.randn(1, FEWEST, 64, generator=draw)
-    own, around = regress(known, nowhere(FEWEST), residual, torch.ones(FEWEST))
-    found = torch.randn(1, 100, 64, generator=draw) @ own + nowhere(100) @ around
+    fit = regress(known, nowhere(FEWEST), residual, torch.ones(FEWEST))
+    found = fit.residual(torch.randn(1, 100, 64, generator=draw), nowhere(100))
     assert found.norm(dim=-1).max() < 3 * residual.norm(dim=-1).max()
-    own, around = regress(torch.zeros(1, 9, 4), nowhere(9), torch.zeros(1, 9, 4), torch.ones(9))
-    assert (torch.ones(1, 3, 4) @ own + nowhere(3) @ around).abs().max() == 0
+    fit = regress(torch.zeros(1, 9, 4), nowhere(9), torch.zeros(1, 9, 4), torch.ones(9))
+    assert fit.residual(torch.ones(1, 3, 4), nowhere(3)).abs().max() == 0
+
+
+def test_a_token_unlike_its_teachers_is_trusted_less() -> None:
+    draw = torch.Generator().manual_seed(0)
+    known = torch.randn(1, 300, 8, generator=draw)
+    fit = regress(known, nowhere(300), known * 0.1, torch.ones(300))
+    like, unlike = torch.randn(1, 50, 8, generator=draw), 6 * torch.randn(1, 50, 8, generator=draw)
+    usual = fit.leverage(known, nowhere(300)).mean(1, keepdim=True)
+    trust = Trust(usual, 1.0)
+    near, far = (trust.of(fit.leverage(x, nowhere(50))) for x in (like, unlike))
+    assert near.max() == 1
+    assert far.mean() < 0.2 * near.mean()
+    assert (Trust(usual, 2.0).of(fit.leverage(unlike, nowhere(50))) < far).all()
 
 
 def test_only_stale_positions_move_and_the_first_layer_not_at_all(engine: KVBoost) -> None:
