@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from kvboost_rag import KVBoost
 from kvboost_rag.config import NAMED_REPAIRS, Repair
-from kvboost_rag.engine.spread import EDGE, FEWEST, Lesson, Trust, regress
+from kvboost_rag.engine.spread import EDGE, FEWEST, Lesson, Spreader, Trust, regress
 from tests.engine.helpers import DOCS, chat, make_engine, prepared
 from tests.paged.helpers import pair
 
