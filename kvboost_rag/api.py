@@ -233,9 +233,8 @@ class KVBoost(Answers):
         """Compute and store the blocks of ``texts`` that the store lacks; can be interrupted and run again.
 
         ``head`` also computes each chunk after your own head (system prompt, messages, or rendered text): exact for
-        the first chunk straight after that head. ``shard=(i, n)`` takes the i-th of n disjoint shares. A forward takes
-        ``batch_tokens`` token slots; with ``packs`` its chunks lie one behind the other in one row, without padding,
-        and none sees another (None: on CUDA, where a flash kernel knows where each ends).
+        the first chunk straight after it. ``shard=(i, n)`` takes the i-th of n disjoint shares. A forward takes
+        ``batch_tokens`` slots; with ``packs`` its chunks share one row, and none sees another (None: on CUDA).
         New blocks carry ``tags``, their document's name and their chunk's id: ``store.delete_tagged`` goes by them.
         """
         self.adapter.require_reuse()

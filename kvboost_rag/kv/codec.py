@@ -16,6 +16,7 @@ import torch
 import xxhash
 
 from kvboost_rag.errors import BlockFormatError
+from kvboost_rag.kv import container
 from kvboost_rag.kv.block import Block, BlockHeader
 from kvboost_rag.kv.compress import unpacked
 from kvboost_rag.kv.container import (
@@ -63,6 +64,8 @@ def encode_parts(block: Block, *, framed: bool = False) -> list[memoryview | byt
     if DTYPE_NAMES.get(block.kv.dtype) is None:
         raise BlockFormatError(f"blocks of {block.kv.dtype} cannot be stored", hint=f"store one of {[*DTYPES]}")
     check_shape(tuple(block.kv.shape))
+    if block.kv.nbytes > container.MAX_KV_BYTES:
+        raise BlockFormatError(f"K/V of {block.kv.nbytes} bytes cannot be stored", hint="split the chunk")
     kv = _raw(block.kv if block.packed is None else block.packed.data)
     ids, size = _pack_ids(block.token_ids), len(kv) // block.kv.shape[0]
     layers = [kv[at : at + size] for at in range(0, len(kv), size)]

@@ -30,6 +30,7 @@ MAX_TOKENS = 1 << 22
 MAX_LAYERS = 1 << 12
 MAX_HEADS = 1 << 12
 MAX_HEAD_DIM = 1 << 14
+MAX_KV_BYTES = 8 << 30  # that come back: frames and 4 bits together can hold 32 times what was sent
 ALIGNMENT = 64  # bytes; where K and V start, counted from the start of the block
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -189,6 +190,8 @@ def _layout(match: re.Match[bytes], version: int, start: int, length: int) -> La
     fields = read_fields(_parse_string(match["block"], MAX_FIELDS_BYTES), version)
     header = BlockHeader(text=_parse_string(match["text"], MAX_HEADER_BYTES), **fields)
     dtype, groups = DTYPES[match["dtype"].decode()], match.groupdict()
+    if math.prod(shape) * dtype.itemsize > MAX_KV_BYTES:
+        raise BlockFormatError(f"K/V of {math.prod(shape) * dtype.itemsize} bytes; at most {MAX_KV_BYTES} are read")
     held = groups.get("held", b"U8" if "rows" in number else match["dtype"])
     packed = held == b"U8"
     if not packed and held != match["dtype"]:

@@ -326,3 +326,16 @@ def test_mutated_blocks_never_crash_nor_change_contents(data: st.DataObject, sea
 def test_what_the_format_cannot_hold_is_refused_when_writing(block: Block) -> None:
     with pytest.raises(BlockFormatError):
         encode_block(block)
+
+
+@pytest.mark.parametrize("compression", ["none", "int4"])
+def test_what_comes_back_is_bounded_both_ways(compression: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    block = make_block(1, tokens=64)
+    data = encode_block(block if compression == "none" else compress(block, compression))
+    monkeypatch.setattr(container, "MAX_KV_BYTES", block.kv.nbytes)
+    decode_block(data)
+    monkeypatch.setattr(container, "MAX_KV_BYTES", block.kv.nbytes - 1)
+    with pytest.raises(BlockFormatError, match="at most"):
+        decode_block(data)
+    with pytest.raises(BlockFormatError, match="cannot be stored"):
+        encode_block(block)
