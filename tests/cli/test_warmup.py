@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -277,7 +278,11 @@ def test_ctrl_c_is_handed_on_and_the_jobs_reports_are_awaited(
     engine: FakeEngine, child: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MODE", "interrupt")
-    result = run("warmup", "docs", "--jobs", 2, "--json")
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    try:
+        result = run("warmup", "docs", "--jobs", 2, "--json")
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert result.exit_code == 130
     found = json.loads(result.stdout)
     assert found["interrupted"] is True
