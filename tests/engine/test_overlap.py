@@ -468,7 +468,7 @@ def test_a_cancelled_request_lets_go(policy: str) -> None:
     store.left = _Telling(left)
     result = engine.generate(chat(LONG), repair=policy, cancel=cancel)
     assert (result.finish_reason, result.token_ids) == ("cancelled", [])
-    assert 0 < result.report.forwarded_tokens < result.report.prompt_tokens, "what ran, ran"
+    assert result.report.forwarded_tokens < result.report.prompt_tokens, "none, where loaders were ahead of the forward"
     assert left.is_set(), "who read was told"
     assert store.whole == []
     store.before = lambda key, layer: None
