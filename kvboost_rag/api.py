@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,13 +16,13 @@ from kvboost_rag.engine.context import FILLER_TOKENS, canonical_context, head_co
 from kvboost_rag.engine.cost import CostModel
 from kvboost_rag.engine.encode import ChunkEncoder
 from kvboost_rag.engine.engine import Engine
+from kvboost_rag.engine.figures import figures
 from kvboost_rag.engine.guard import OnLowFidelity, check_mode
 from kvboost_rag.engine.spot import SpotChecker, check_share
 from kvboost_rag.engine.tokens import SpanTokenizer
 from kvboost_rag.errors import UsageError
 from kvboost_rag.model.adapter import ModelAdapter
 from kvboost_rag.model.load import load_model
-from kvboost_rag.model.streaming.streamer import streamer_of
 from kvboost_rag.plan import Budget, KVBudget, kv_budget
 from kvboost_rag.store.base import BlockStore
 from kvboost_rag.store.open import open_store
@@ -268,20 +267,7 @@ class KVBoost(Answers):
         attention kernel runs, how chunks were encoded, what was paged, and figures of ``cost_model`` and ``spot_check``
         (None: there is none). Without ``sizes``, a server's blocks are not counted: for being asked every few seconds.
         """
-        engine, pages, streamer = self.engine, self.adapter.pages, streamer_of(self.model)
-        prefixes = engine.prefixes
-        store = self.store.stats() if sizes else self.store.quick_stats()
-        return {
-            "store": store.as_dict(),
-            "requests": engine.totals.as_dict(),
-            "prefixes": {"entries": len(prefixes), "bytes": prefixes.nbytes, "limit_bytes": prefixes.limit_bytes},
-            "streaming": streamer.stats.as_dict() if streamer else None,
-            "attention": {"kernel": self.adapter.kernel.name, "reason": self.adapter.kernel.reason},
-            "encoding": {**asdict(self.adapter.encoded), "packed_kernel": self.adapter.packed.name},
-            "paged": pages.snapshot().as_dict() if pages is not None else None,
-            "cost": engine.costs.as_dict() if engine.costs else None,
-            "spot": engine.spot.stats() if engine.spot else None,
-        }
+        return figures(self.engine, self.store, sizes=sizes)
 
     def forget(self) -> None:
         """Let go of held prefixes (conversations); the store stays."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -20,6 +20,7 @@ from kvboost_rag.store.remote_queue import WriteQueue
 _CLOSE_S = 60.0  # most seconds that closing waits for writes in the background
 
 T = TypeVar("T", bound=Block | ArrivingBlock)
+Asked = Callable[[BlockStore, Sequence[str]], Sequence[Block | ArrivingBlock | Miss]]
 
 
 class TieredStore(BlockStore):
@@ -53,24 +54,13 @@ class TieredStore(BlockStore):
         return self.get_many([key])[0]
 
     def get_many(self, keys: Sequence[str]) -> list[Block | Miss]:
-        started = time.perf_counter()
-        found: dict[str, Block | Miss] = {}
-        open_keys = list(dict.fromkeys(keys))
-        for depth, tier in enumerate(self.tiers):
-            if depth == 1:
-                found |= self._waiting(open_keys)
-                open_keys = [key for key in open_keys if isinstance(found[key], Miss)]
-            for key, result in zip(open_keys, tier.get_many(open_keys), strict=True):
-                if isinstance(result, Block):
-                    self._spread(result, depth)
-                found[key] = _better(found.get(key), result)
-            open_keys = [key for key in open_keys if isinstance(found[key], Miss)]
-            if not open_keys:
-                break
-        seconds = (time.perf_counter() - started) / max(1, len(keys))
-        return [self._counters.result(found[key], seconds) for key in keys]
+        found = self._look_up(keys, lambda tier, open_keys: tier.get_many(open_keys))
+        return [result for result in found if not isinstance(result, ArrivingBlock)]
 
     def open_many(self, keys: Sequence[str]) -> list[Block | ArrivingBlock | Miss]:
+        return self._look_up(keys, lambda tier, open_keys: tier.open_many(open_keys))
+
+    def _look_up(self, keys: Sequence[str], ask: Asked) -> list[Block | ArrivingBlock | Miss]:
         started = time.perf_counter()
         found: dict[str, Block | ArrivingBlock | Miss] = {}
         open_keys = list(dict.fromkeys(keys))
@@ -78,7 +68,7 @@ class TieredStore(BlockStore):
             if depth == 1:
                 found |= self._waiting(open_keys)
                 open_keys = [key for key in open_keys if isinstance(found[key], Miss)]
-            for key, result in zip(open_keys, tier.open_many(open_keys), strict=True):
+            for key, result in zip(open_keys, ask(tier, open_keys), strict=True):
                 if isinstance(result, Block):
                     self._spread(result, depth)
                 elif isinstance(result, ArrivingBlock):

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
+import pytest
 import torch
 
+from kvboost_rag.errors import BlockFormatError
 from kvboost_rag.kv.block import Block, BlockHeader
+from kvboost_rag.kv.codec import decode_block
 
 
 def make_block(
@@ -32,3 +37,13 @@ def same(found: object, block: Block) -> bool:
         and (found.key, found.token_ids, found.kv.dtype) == (block.key, block.token_ids, block.kv.dtype)
         and torch.equal(found.kv.view(torch.uint8), block.kv.contiguous().view(torch.uint8))
     )
+
+
+def refused_cheaply(hostile: bytes) -> None:
+    """These bytes are no block, and finding that out takes no more memory than they do, many times over."""
+    tracemalloc.start()
+    with pytest.raises(BlockFormatError):
+        decode_block(hostile)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 50 * len(hostile) + (1 << 20)

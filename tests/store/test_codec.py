@@ -5,7 +5,6 @@ from __future__ import annotations
 import mmap
 import re
 import struct
-import tracemalloc
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +21,7 @@ from kvboost_rag.kv import codec, container
 from kvboost_rag.kv.block import Block
 from kvboost_rag.kv.codec import ForeignBlockError, LayerReader, decode_block, encode_block, read_header
 from kvboost_rag.kv.compress import compress
-from tests.store.blocks import make_block, same
+from tests.store.blocks import make_block, refused_cheaply, same
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
@@ -240,12 +239,7 @@ HOSTILE = [
 @pytest.mark.parametrize(("old", "new"), HOSTILE)
 def test_hostile_headers_with_right_checksums(old: bytes, new: bytes) -> None:
     hostile = with_header(encode_block(make_block(10)), old, new)
-    tracemalloc.start()
-    with pytest.raises(BlockFormatError):
-        decode_block(hostile)
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert peak < 50 * len(hostile) + (1 << 20)
+    refused_cheaply(hostile)
 
 
 @pytest.mark.parametrize("size", [0, 1, 1 << 20, 1 << 24, 1 << 40, (1 << 63) + 5, (1 << 64) - 1])
