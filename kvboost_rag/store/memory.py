@@ -18,7 +18,7 @@ from kvboost_rag.kv.compress import unpacked
 from kvboost_rag.kv.memory import within_memory
 from kvboost_rag.kv.quantize import Packed
 from kvboost_rag.store.anchors import AnchorIndex
-from kvboost_rag.store.base import BlockStore, Miss, Problem, StoreStats
+from kvboost_rag.store.base import Allocate, BlockStore, Miss, Problem, StoreStats
 from kvboost_rag.store.counters import Counters, admit
 from kvboost_rag.store.policy import PINNED_SHARE, check_quota, check_ttl, is_expired
 
@@ -35,6 +35,7 @@ class MemoryStore(BlockStore):
         compression: ``"none"``, ``"int8"`` or ``"int4"``: more blocks fit, each hit costs the time to unpack.
         tenant_bytes: most bytes of the blocks under one salt: who would have more loses others of his own. 0 or None
             for no quota.
+        allocate: gives the memory that K and V lie in; see :meth:`keep_in`.
 
     Raises:
         UsageError: an argument makes no sense.
@@ -48,6 +49,7 @@ class MemoryStore(BlockStore):
         ttl_s: float | None = None,
         compression: str = "none",
         tenant_bytes: int | None = None,
+        allocate: Allocate | None = None,
     ) -> None:
         if limit_bytes < 0:
             raise UsageError(f"a memory limit of {limit_bytes} bytes", hint="give at least 0")
@@ -61,6 +63,7 @@ class MemoryStore(BlockStore):
         self.anchors = AnchorIndex()
         self.limit_bytes = limit_bytes
         self.keep_text = keep_text
+        self._allocate = allocate
         self._lock = threading.RLock()
         self._blocks: OrderedDict[str, _Held] = OrderedDict()  # oldest use first
         self._pinned: dict[str, int] = {}  # key → bytes
@@ -99,7 +102,7 @@ class MemoryStore(BlockStore):
         if held.nbytes > limit:
             return self._counters.skip("too large", f"{held.nbytes} bytes do not fit the memory limit of {limit}")
         try:
-            held = held.owned()  # may copy: outside of the lock
+            held = held.owned(self._allocate)  # may copy: outside of the lock
         except MemoryError as error:
             return self._counters.unfit(error)
         with self._lock:
@@ -135,6 +138,9 @@ class MemoryStore(BlockStore):
         self.delete(oldest)
         self._counters.count("evictions")
         return True
+
+    def keep_in(self, allocate: Allocate | None) -> None:
+        self._allocate = allocate
 
     def touch(self, key: str) -> None:
         with self._lock:
@@ -259,14 +265,22 @@ class _Held:
         return Block(self.contents, self.token_ids, self.header, key)
 
     @within_memory()
-    def owned(self) -> _Held:
+    def owned(self, allocate: Allocate | None) -> _Held:
         """The same with memory that pins no more than its own bytes (a slice would keep the whole of what it was cut
-        from alive, uncounted) and is host memory."""
+        from alive, uncounted) and is host memory, such as a device copies from fast where ``allocate`` gives it."""
         if isinstance(self.contents, Packed):
             return replace(self, contents=replace(self.contents, data=_own(self.contents.data)))
-        return replace(self, contents=_own(self.contents))
+        return replace(self, contents=_own(self.contents, allocate))
 
 
-def _own(tensor: torch.Tensor) -> torch.Tensor:
-    own = tensor.detach().cpu().contiguous()
-    return own.clone() if own.untyped_storage().nbytes() > own.nbytes + own.nbytes // 4 + 4096 else own
+def _own(tensor: torch.Tensor, allocate: Allocate | None = None) -> torch.Tensor:
+    own = tensor.detach()
+    if allocate is not None and not (own.is_pinned() and _is_tight(own)):
+        return allocate(own.nbytes).view(own.dtype).view(own.shape).copy_(own)
+    own = own.cpu().contiguous()
+    return own if _is_tight(own) else own.clone()
+
+
+def _is_tight(tensor: torch.Tensor) -> bool:
+    """Whether hardly more memory than its own is kept alive by it."""
+    return tensor.untyped_storage().nbytes() <= tensor.nbytes + tensor.nbytes // 4 + 4096
