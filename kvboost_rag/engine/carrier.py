@@ -54,8 +54,11 @@ class Carrier:
 
     def stats(self) -> dict[str, object]:
         """Counters, and how much of what stores keep in memory is page-locked."""
-        with self.adapter.lock:
-            self._ring.sweep()
+        if self.adapter.lock.acquire(blocking=False):  # not while a forward runs: whoever watches does not wait for it
+            try:
+                self._ring.sweep()
+            finally:
+                self.adapter.lock.release()
         return {**asdict(self._ring.stats), **self.memory.held()}
 
     def close(self) -> None:

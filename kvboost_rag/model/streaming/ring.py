@@ -59,8 +59,8 @@ class Ring:
         size = -(-nbytes // ROUND) * ROUND
         if size <= self.stats.slot_bytes:
             return
-        _settle(self.backend, self._ready, self._slots, self._kept)  # the memory goes back: nothing may write there
-        self._holds, self.stats.slot_bytes = [None] * SLOTS, 0
+        if self._slots:
+            self.close()  # the memory goes back: nothing may write there
         self._slots += [self.backend.empty(size) for _ in range(SLOTS)]
         self.stats.slot_bytes = size
         for free in self._free:  # this memory may have been others' before, whose last use is enqueued but not over
