@@ -127,8 +127,7 @@ class Carriage:
         cache.length = max(cache.length, *(p.end for p in places))
         self._pieces = pieces_of([p for p in places if p.end > self._host_length], min(PIECE, ring.stats.slot_bytes))
         self._layouts: list[Layout | None] = [None] * len(self._pieces)
-        for _ in range(SLOTS):
-            self._send_next()
+        self._send(SLOTS)
         try:
             for i in range(len(self._pieces)):
                 self._layout(cache, i)  # finding places may wait for the device: not in the forward
@@ -154,23 +153,26 @@ class Carriage:
         self._ring.keep(self._sources)
         self._sources, self._pieces, self._layouts = [], [], []
 
-    def _send_next(self) -> None:
-        layer, i = divmod(self._sent, max(1, len(self._pieces)))
-        if self._pieces and layer < self._num_layers:
-            self._ring.send((self._user, self._sent), self._pieces[i].parts(layer))
-            self._sent += 1
+    def _send(self, stop: int) -> None:
+        """Send the pieces before number ``stop``, as far as there are so many."""
+        for number in range(self._sent, min(stop, len(self._pieces) * self._num_layers)):
+            layer, i = divmod(number, len(self._pieces))
+            self._ring.send((self._user, number), self._pieces[i].parts(layer))
+            self._sent = number + 1
 
     def _lay(self, cache: KVCache, layer: int, i: int) -> None:
-        piece, layout = self._pieces[i], self._layout(cache, i)
+        piece, layout, number = self._pieces[i], self._layout(cache, i), layer * len(self._pieces) + i
+        # The one behind this, to where the one before was. Not at once when that had been read: a copy from ordinary
+        # memory holds the host up, and the layer before this is enqueued only by now.
+        self._send(number + SLOTS)
         self._lay_on_host(cache, layer, piece)
-        name = (self._user, layer * len(self._pieces) + i)
+        name = (self._user, number)
         kv = piece.sources[0][1]
         if self._settle:
             with self._report.stage("wait"):
                 self._ring.settle(name)
         with self._ring.piece(name, piece.parts(layer)) as slot:
             rows = slot[: piece.nbytes].view(kv.dtype).view(-1, kv.shape[-1]).index_select(0, layout.rows)
-        self._send_next()
         both = rows.view(2, kv.shape[2], -1, kv.shape[-1])
         keys = torch.empty_like(both[0])
         turn_into(keys, both[0], layout.table)

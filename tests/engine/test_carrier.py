@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -267,10 +268,14 @@ def filled(engine: KVBoost, docs: Sequence[str], pause_at: int = 0) -> torch.Ten
         for layer in range(LAYERS):
             if layer == pause_at:
                 other = engine.adapter.new_cache(2000)
-                other.extend(engine.adapter.pages.sizes.pages * PAGE - PAGE)  # type: ignore[union-attr]
+                taken = engine.adapter.pages.sizes.pages * PAGE - PAGE  # type: ignore[union-attr]
+                other.extend(taken)
                 assert cache.host_length > before + len(docs[0])
+                for _, _, view in other.fill(0, taken):
+                    view.fill_(7.0)
             carriage.lay(cache, layer)
         carriage.close()
+        assert all(bool((view == 7.0).all()) for _, _, view in other.read(0, taken)), "they are not ours any more"
     buffer = engine.adapter.new_buffer(end)
     buffer.take(cache.held(), end)
     return buffer.kv
@@ -365,7 +370,7 @@ def test_the_next_layer_is_under_way_while_one_computes() -> None:
     prepared(ours, chat(LONG), repair="fast")
     for handle in handles:
         handle.remove()
-    assert ahead == [min(LAYERS, layer + 1 + 2) for layer in range(LAYERS)]
+    assert ahead == [min(LAYERS, layer + 2) for layer in range(LAYERS)]
 
 
 class NoWait(VirtualBackend):
@@ -534,6 +539,37 @@ def test_on_a_cpu_nothing_is_carried() -> None:
     assert engine.stats()["carrier"] is None
     paged = make_engine(kv_vram=least_budget(engine))
     assert paged.stats()["carrier"] is None, "the stand-in of pages is no device"
+
+
+class Odd(MemoryStore):
+    """A user's own: some of its blocks lie in memory in another order, or in another precision."""
+
+    def get(self, key: str) -> Block | Miss:
+        block = super().get(key)
+        if isinstance(block, Miss) or block.num_tokens % 2:
+            return block
+        kv = block.kv.transpose(0, 3).contiguous().transpose(0, 3)
+        return replace(block, kv=kv if block.num_tokens % 4 else block.kv.double())
+
+
+def test_blocks_that_no_plain_copy_brings_over_are_laid_before() -> None:
+    backend = VirtualBackend()
+    plain, ours = (make_engine(store=Odd(), kv_backend=backend, carry=way, **QUIET) for way in (False, "auto"))
+    texts = [f"{i} {LONG[0]}{' river' * i}" for i in range(6)]
+    for engine in (plain, ours):
+        engine.warm(texts)
+    encoder = ours.encoder()
+    lengths = {len(encoder.tokenize(text)) % 4 for text in texts}
+    assert {0, 2} < lengths, "there is one of each kind"
+    for policy in ("fast", "balanced"):
+        assert_same(plain, ours, chat(texts), repair=policy)
+
+
+def test_blocks_too_large_for_the_buffers_are_laid_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (carriage_module, carrier_module):
+        monkeypatch.setattr(module, "PIECE", 1000)
+    plain, ours = both()
+    assert_same(plain, ours, chat(LONG), carries=False)
 
 
 def test_only_auto_or_false() -> None:

@@ -215,6 +215,18 @@ def test_sources_are_held_until_their_copies_have_happened() -> None:
     assert not backend.races
 
 
+def test_sources_whose_copies_have_happened_are_not_held() -> None:
+    backend = VirtualBackend(order="early")
+    ring, allocate = Ring(backend), PageLocked(backend)
+    source = allocate(4096)
+    ring.send((ring.user(), 0), [(0, source)])
+    ring.keep([source])
+    del source
+    gc.collect()
+    assert allocate.held()["page_locked_bytes"] == 0
+    assert not backend.races
+
+
 def test_a_ring_that_nobody_holds_waits_for_its_copies() -> None:
     backend = VirtualBackend(order="late")
     ring, allocate = Ring(backend), PageLocked(backend)

@@ -1,7 +1,7 @@
 """Two buffers on the device that host memory passes through, one piece while the other is used.
 
-A user names each piece that it sends, and sends the one after next as soon as it has read one. Users may take turns
-without telling each other: whoever finds another's piece in its buffer sends its own again.
+A user names each piece that it sends, and sends no further ahead than there are buffers. Users may take turns without
+telling each other: whoever finds another's piece in its buffer sends its own again.
 """
 
 from __future__ import annotations
