@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvboost_rag import CancelToken, KVBoost, Repair
 from kvboost_rag.engine import carriage as carriage_module
 from kvboost_rag.engine import carrier as carrier_module
+from kvboost_rag.engine.carriage import Carriage
 from kvboost_rag.engine.carrier import device_bytes
 from kvboost_rag.engine.report import Report
 from kvboost_rag.errors import UsageError
@@ -28,7 +30,7 @@ from kvboost_rag.store.remote_link import Unavailable
 from tests.engine.helpers import DOCS, POLICIES, SYSTEM, chat, make_engine, prepared
 from tests.engine.slow_store import SlowStore
 from tests.engine.test_overlap import LONG, told
-from tests.paged.helpers import PAGE, least_budget
+from tests.paged.helpers import PAGE, dense, least_budget
 from tests.paged.test_races import forgetful
 from tests.paged.test_streamed import everything
 from tests.streaming.helpers import budget_for, streamed_engine
@@ -237,75 +239,65 @@ def test_pages(policy: str, times: int, pieces: int) -> None:
     assert answers[0] == answers[1]
 
 
+def places_of(engine: KVBoost, docs: Sequence[str]) -> list[tuple[int, int, Block]]:
+    """``docs`` one behind the other, with room in front and between."""
+    encoder, places, end = engine.encoder(), [], 2
+    for text in docs:
+        block = engine.store.get(encoder.key(encoder.tokenize(text)))
+        assert isinstance(block, Block)
+        places.append((end + 3, end + 3 + block.num_tokens, block))
+        end += 3 + block.num_tokens
+    return places
+
+
+def begun(engine: KVBoost, docs: Sequence[str]) -> tuple[Any, Carriage]:
+    """A cache, and ``docs`` on their way to it."""
+    cache, places = engine.adapter.new_cache(4000), places_of(engine, docs)
+    cache.extend(places[-1][1])
+    cache.clear(torch.arange(places[-1][1]))
+    assert engine.engine.carrier is not None
+    carriage = engine.engine.carrier.begin(cache, places, Report())
+    assert carriage is not None
+    return cache, carriage
+
+
+def laid(engine: KVBoost, docs: Sequence[str]) -> torch.Tensor:
+    """What should be in the cache then."""
+    cache, places = engine.adapter.new_buffer(4000), places_of(engine, docs)
+    cache.clear(torch.arange(places[-1][1]))
+    for start, end, block in places:
+        carriage_module.lay(cache, start, end, block.kv, engine.adapter.rope)
+    return dense(engine, cache, cache.length)
+
+
 def test_pages_that_move_before_a_layer_is_laid() -> None:
     """Another request takes the device's pages while this one is between two layers."""
-    budget = KVBudget(12 * least_budget(make_engine()).nbytes, PAGE)
-    plain, ours = both(kv_vram=budget)
-    want, got = filled(plain, LONG), filled(ours, LONG, pause_at=2)
-    assert torch.equal(want, got)
-
-
-def filled(engine: KVBoost, docs: Sequence[str], pause_at: int = 0) -> torch.Tensor:
-    """KV of ``docs`` laid one behind the other by the engine's own means; before layer ``pause_at``, all pages are taken
-    by somebody else."""
-    encoder, cache = engine.encoder(), engine.adapter.new_cache(2000)
-    blocks = [engine.store.get(encoder.key(encoder.tokenize(text))) for text in docs]
-    places, end = [], 5
-    for block in blocks:
-        assert isinstance(block, Block)
-        places.append((end, end + block.num_tokens, block))
-        end += block.num_tokens + 3
-    cache.extend(end)
-    cache.clear(torch.arange(end))
-    carrier = engine.engine.carrier
-    if carrier is None:
-        for start, stop, block in places:
-            carriage_module.lay(cache, start, stop, block.kv, engine.adapter.rope)
-    else:
-        carriage = carrier.begin(cache, places, Report())
-        assert carriage is not None
-        before = cache.host_length
-        for layer in range(LAYERS):
-            if layer == pause_at:
-                other = engine.adapter.new_cache(2000)
-                taken = engine.adapter.pages.sizes.pages * PAGE - PAGE  # type: ignore[union-attr]
-                other.extend(taken)
-                assert cache.host_length > before + len(docs[0])
-                for _, _, view in other.fill(0, taken):
-                    view.fill_(7.0)
-            carriage.lay(cache, layer)
-        carriage.close()
-        assert all(bool((view == 7.0).all()) for _, _, view in other.read(0, taken)), "they are not ours any more"
-    buffer = engine.adapter.new_buffer(end)
-    buffer.take(cache.held(), end)
-    return buffer.kv
+    _, ours = both(kv_vram=KVBudget(12 * least_budget(make_engine()).nbytes, PAGE))
+    cache, carriage = begun(ours, LONG)
+    carriage.lay(cache, 1)
+    before, other = cache.host_length, ours.adapter.new_cache(2000)
+    taken = ours.adapter.pages.sizes.pages * PAGE - PAGE  # type: ignore[union-attr]
+    other.extend(taken)
+    assert cache.host_length > before + len(LONG[0])
+    for _, _, view in other.fill(0, taken):
+        view.fill_(7.0)
+    carriage.lay(cache, LAYERS - 1)
+    carriage.close()
+    assert torch.equal(dense(ours, cache, cache.length), laid(ours, LONG))
+    assert all(bool((view == 7.0).all()) for _, _, view in other.read(0, taken)), "they are not ours any more"
 
 
 def test_requests_take_turns_with_the_buffers(pieces: int) -> None:
     """Another request comes between this one's pass that scores and its forward: what was on its way is sent again."""
-    plain, ours = both()
-    carrier, caches = ours.engine.carrier, []
-    assert carrier is not None
-    encoder = ours.encoder()
-    for order in ((0, 1, 2), (3, 0)):
-        cache, places, end = ours.adapter.new_cache(4000), [], 0
-        for i in order:
-            block = ours.store.get(encoder.key(encoder.tokenize(LONG[i])))
-            assert isinstance(block, Block)
-            places.append((end, end + block.num_tokens, block))
-            end += block.num_tokens
-        caches.append((cache, places, carrier.begin(cache, places, Report())))
+    _, ours = both()
+    orders = [[LONG[i] for i in order] for order in ((0, 1, 2), (3, 0))]
+    started = [begun(ours, order) for order in orders]
     for layer in range(LAYERS):
-        for cache, _, carriage in caches[:: 1 if layer % 2 else -1]:
-            assert carriage is not None
+        for cache, carriage in started[:: 1 if layer % 2 else -1]:
             carriage.lay(cache, layer)
-    for cache, places, carriage in caches:
-        assert carriage is not None
+    for (cache, carriage), order in zip(started, orders, strict=True):
         carriage.close()
-        other = ours.adapter.new_buffer(cache.length)
-        for start, end, block in places:
-            carriage_module.lay(other, start, end, block.kv, ours.adapter.rope)
-        assert torch.equal(cache.kv[..., : cache.length, :], other.kv)  # type: ignore[attr-defined]
+        assert torch.equal(dense(ours, cache, cache.length), laid(ours, order))
     assert carried(ours)["late_pieces"] > 0
 
 
@@ -371,6 +363,35 @@ def test_the_next_layer_is_under_way_while_one_computes() -> None:
     for handle in handles:
         handle.remove()
     assert ahead == [min(LAYERS, layer + 2) for layer in range(LAYERS)]
+
+
+class Calls(TorchDispatchMode):
+    """Counts what would be kernels on a device: no views, and no copies to the buffers."""
+
+    VIEWS = frozenset({"view", "select", "slice", "unsqueeze", "expand", "_reshape_alias", "detach", "alias"})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func._schema.name.partition("::")[2] not in self.VIEWS
+        return func(*args, **(kwargs or {}))
+
+
+def test_laying_a_layer_takes_few_calls_however_many_blocks() -> None:
+    _, ours = both(VirtualBackend(order="early"), model=tiny_model(dtype=torch.bfloat16))
+    texts = [f"{i}: {text}" for i in range(4) for text in LONG]
+    ours.warm(texts)
+    counts = []
+    for some in (texts[:2], texts):
+        cache, carriage = begun(ours, some)
+        carriage.lay(cache, LAYERS - 2)  # all is sent, but for the last layer
+        with Calls() as calls:
+            carriage.lay(cache, LAYERS - 1)
+        counts.append(calls.count)
+        carriage.close()
+    assert counts[0] == counts[1] < 20
 
 
 class NoWait(VirtualBackend):
