@@ -541,6 +541,13 @@ def test_blocks_that_move_up_from_a_folder_are_page_locked(tmp_path: Path) -> No
     assert carried(engine)["bytes_carried"] > 0
 
 
+def test_a_caller_in_inference_mode_changes_nothing() -> None:
+    plain, ours = both()
+    with torch.inference_mode():
+        assert_same(plain, ours, chat(LONG), repair="fast")
+    assert_same(plain, ours, chat(LONG))
+
+
 def test_two_engines_share_a_store() -> None:
     store, backend = MemoryStore(), VirtualBackend(order="random")
     first, second = (make_engine(store=store, kv_backend=backend, **QUIET) for _ in range(2))
