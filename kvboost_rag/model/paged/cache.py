@@ -119,8 +119,9 @@ class PagedCache(KVCache):
         return self._slots_of(positions).to(self.pool.spec.device)
 
     def put(self, layer: int, places: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        self.pool.kv[layer, 0].index_copy_(1, places, keys)
-        self.pool.kv[layer, 1].index_copy_(1, places, values)
+        own = self.pool.kv[layer]  # [2, Hkv, pool, D]
+        own[0].index_copy_(1, places, keys)
+        own[1].index_copy_(1, places, values)
 
     def _slots_of(self, positions: torch.Tensor) -> torch.Tensor:
         """Places in the pool of ``positions [n]`` on the device; both on the CPU."""
