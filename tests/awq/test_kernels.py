@@ -30,23 +30,38 @@ def broken(*args: Any) -> torch.Tensor:
 
 @pytest.fixture(autouse=True)
 def _ask_again() -> Any:
-    installed.autoawq.cache_clear()
+    installed.product.cache_clear()
     yield
-    installed.autoawq.cache_clear()
+    installed.product.cache_clear()
 
 
-def install(monkeypatch: pytest.MonkeyPatch, function: Any) -> None:
-    monkeypatch.setitem(sys.modules, "awq_ext", SimpleNamespace(gemm_forward_cuda=function))  # type: ignore[arg-type]
+def install(monkeypatch: pytest.MonkeyPatch, function: Any, package: str = "awq_ext") -> None:
+    """As if ``package`` were installed, with this product."""
+    module: Any = SimpleNamespace(gemm_forward_cuda=function)
+    if package == "gptqmodel.utils.awq":
+        module = SimpleNamespace(
+            awq_gemm_forward=lambda *args: function(*args[:5]) if args[5] is True else None,
+            awq_runtime_available=lambda: True,
+        )
+        monkeypatch.setitem(sys.modules, "gptqmodel", SimpleNamespace())  # type: ignore[arg-type]
+        monkeypatch.setitem(sys.modules, "gptqmodel.utils", SimpleNamespace())  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, package, module)
 
 
-def test_autoawq_is_used_where_it_is_installed_and_right(monkeypatch: pytest.MonkeyPatch) -> None:
+PACKAGES = ["awq_ext", "gptqmodel_awq_kernels", "gptqmodel.utils.awq"]
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_others_kernels_are_used_where_they_are_installed_and_right(
+    package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls: list[int] = []
 
     def counting(*args: Any) -> torch.Tensor:
         calls.append(args[0].shape[0])
         return gemm(*args)
 
-    install(monkeypatch, counting)
+    install(monkeypatch, counting, package)
     monkeypatch.setattr(linear, "_on_gpu", lambda x: True)
     monkeypatch.setattr(linear, "_kernel", lambda device: None)
     packed = quantize(torch.randn(64, 128), 32)
@@ -60,19 +75,55 @@ def test_autoawq_is_used_where_it_is_installed_and_right(monkeypatch: pytest.Mon
     assert calls == [5, 7], "not for other types, many rows, or columns that it has no tiles for"
 
 
+def test_the_next_one_serves_where_one_is_wrong(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    install(monkeypatch, lambda *a: gemm(*a) + 1, "gptqmodel.utils.awq")
+    install(monkeypatch, broken, "awq_ext")
+    install(monkeypatch, gemm, "gptqmodel_awq_kernels")
+    found = installed.product(CPU)
+    assert found is not None
+    packed = quantize(torch.randn(64, 128), 32)
+    x = torch.randn(3, 128).half()
+    assert torch.equal(found(x, packed[0], packed[1], packed[2]), matmul_torch(x, *packed))
+    assert "gptqmodel is installed but not used: its result is wrong" in caplog.text
+    assert "autoawq-kernels is installed but not used: RuntimeError" in caplog.text
+
+
+def test_a_gptqmodel_that_cannot_compile_or_import_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    install(monkeypatch, gemm, "gptqmodel.utils.awq")
+    module = sys.modules["gptqmodel.utils.awq"]
+    monkeypatch.setattr(module, "awq_runtime_available", lambda: False)
+    monkeypatch.setattr(module, "awq_runtime_error", lambda: "no nvcc", raising=False)
+    assert installed.product(CPU) is None
+    assert "no nvcc" in caplog.text
+    installed.product.cache_clear()
+
+    def explode() -> bool:
+        raise OSError("ninja died")
+
+    monkeypatch.setattr(module, "awq_runtime_available", explode)
+    assert installed.product(CPU) is None
+    assert "OSError: ninja died" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("function", "reason"), [(broken, "no kernel image"), (lambda *a: gemm(*a) + 1, "its result is wrong")]
 )
-def test_autoawq_is_not_trusted(
+def test_nothing_is_trusted_untried(
     function: Any, reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     install(monkeypatch, function)
-    assert installed.autoawq(CPU) is None
+    assert installed.product(CPU) is None
     assert reason in caplog.text
 
 
-def test_autoawq_is_not_needed() -> None:
-    assert importlib.util.find_spec("awq_ext") is not None or installed.autoawq(CPU) is None
+def test_none_is_needed() -> None:
+    found = [name for name in ("awq_ext", "gptqmodel", "gptqmodel_awq_kernels") if importlib.util.find_spec(name)]
+    assert found or installed.product(CPU) is None
 
 
 def test_triton_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
