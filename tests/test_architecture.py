@@ -52,6 +52,7 @@ DISTRIBUTIONS = {
 NEVER_REQUIRED = {"peft", "gptqmodel", "autoawq_kernels", "awq_ext", "gptqmodel_awq_kernels", "triton", "kernels"}
 # Measure one part alone, and therefore import it.
 MICRO_BENCHMARKS = {
+    "benchmarks/attention.py",
     "benchmarks/match.py",
     "benchmarks/overlap.py",
     "benchmarks/store.py",

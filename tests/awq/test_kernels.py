@@ -6,6 +6,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -183,3 +184,42 @@ def test_the_triton_kernels_in_the_interpreter() -> None:
     if "only 0-dimensional arrays" in run.stderr:
         pytest.skip("this triton's interpreter is older than this numpy")
     assert "as the torch path" in run.stdout, run.stderr[-2000:]
+
+
+COMPILED = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from kvboost_rag.model.awq import kernel
+
+NUMBERS = {"rows", "inputs", "columns", "words", "group", "span", "first", "width"}
+
+def build(function, half, outs, capability, **tiles):
+    types = {"x": f"*{half}", "qw": "*i32", "qz": "*i32", "sc": "*fp16", "out": outs}
+    constants = {"SHIFT_WORD": kernel.SHIFT_WORD, **tiles}
+    signature = {
+        name: "constexpr" if name in constants else "i32" if name in NUMBERS else types[name]
+        for name in function.arg_names
+    }
+    source = ASTSource(fn=function, signature=signature, constexprs=constants)
+    made = triton.compile(source, target=GPUTarget("cuda", capability, 32))
+    assert made.asm["cubin"] and made.metadata.shared <= 96 << 10, (capability, made.metadata.shared)
+
+for capability in (75, 80, 89, 90, 120):
+    for half in ("fp16", "bf16")[: 1 if capability < 80 else 2]:
+        build(kernel._fused, half, "*fp32", capability, BM=16, BN=64, BK=64)
+        build(kernel._dequantize, half, f"*{half}", capability, BN=64, BK=32)
+print("compiled")
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+def test_the_triton_kernels_compile_for_gpus_from_turing_to_blackwell(tmp_path: Path) -> None:
+    """No GPU is needed for that: the assembler comes with triton. Shared memory must fit a gaming card's."""
+    run = subprocess.run(
+        [sys.executable, "-c", COMPILED], capture_output=True, text=True, check=False,
+        env=os.environ | {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+    )  # fmt: skip
+    if "ImportError" in run.stderr or "ModuleNotFoundError" in run.stderr:
+        pytest.skip("this triton's compiler is called in another way")
+    assert "compiled" in run.stdout, run.stderr[-2000:]
