@@ -32,10 +32,7 @@ WAITING = {
     aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default, aten.equal.default,
     aten.unique_consecutive.default, aten._unique2.default,
 }  # fmt: skip
-NOT_ON_A_CPU = {
-    aten._scaled_dot_product_flash_attention.default, aten._scaled_dot_product_efficient_attention.default,
-    aten._scaled_dot_product_cudnn_attention.default,
-}  # fmt: skip
+NOT_ON_A_CPU = {aten._scaled_dot_product_flash_attention.default, aten._scaled_dot_product_cudnn_attention.default}
 
 
 class PretendTensor(torch.Tensor):
@@ -150,6 +147,10 @@ class _Rules(TorchDispatchMode):
         self._count(func, args, here, to)
         if func is aten._fused_sdp_choice.default:
             return 0  # plain products: the device's kernels are not here
+        if func is aten._scaled_dot_product_efficient_attention.default:
+            return tree_map(
+                lambda x: self._wrap(x, here), _efficient(*tree_map(_real, args), **tree_map(_real, kwargs))
+            )
         if func in NOT_ON_A_CPU:
             raise RuntimeError(f"{func} is not there on the pretended device")
         real_args, real_kwargs = tree_map(_real, (args, kwargs))
@@ -202,6 +203,26 @@ class _Rules(TorchDispatchMode):
                 self.seen.to_device += source.nbytes
 
 
+def _efficient(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None, with_lse: bool,
+    dropout: float = 0.0, causal: bool = False, *, scale: float,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    """torch's memory-efficient kernel, as far as it can be told from its documentation: no shared heads, rows of the bias
+    aligned, log-sum-exp in fp32 and padded to 32 rows."""
+    assert query.shape[:2] == key.shape[:2] == value.shape[:2], "heads are not shared"
+    assert bias is None or (bias.dim() == 4 and bias.stride(-1) == 1 and bias.stride(-2) % 16 == 0), "unaligned bias"
+    rows, keys = query.shape[2], key.shape[2]
+    scores = query.float() @ key.float().transpose(2, 3) * scale
+    if bias is not None:
+        scores += bias.float()
+    if causal:
+        scores.masked_fill_(torch.ones(rows, keys, dtype=torch.bool).triu_(1), float("-inf"))
+    lse = torch.full((*query.shape[:2], -(-rows // 32) * 32), float("inf"))
+    lse[..., :rows] = scores.logsumexp(-1)
+    out = (scores.softmax(-1).nan_to_num() @ value.float()).to(query.dtype)
+    return out, lse, torch.zeros((), dtype=torch.long), torch.zeros((), dtype=torch.long)
+
+
 def _real(x: Any) -> Any:
     return x.held if isinstance(x, PretendTensor) else x
 
@@ -215,6 +236,8 @@ class _Calls(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.device:
             return func(*args, **(kwargs or {}))
+        if func is torch.Tensor.cuda:
+            return args[0].to(GPU)
         args, kwargs = tree_map(_indexed, (args, kwargs or {}))
         before = _Calls.meta_is_meant
         _Calls.meta_is_meant = "meta" in (torch.get_default_device().type, str(kwargs.get("device")))
