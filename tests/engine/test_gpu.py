@@ -50,7 +50,9 @@ def test_packed_blocks_are_those_of_single_chunks(family: str, dtype: str, tmp_p
     assert engine.adapter.encoded.packed_chunks == len(chunks)
     single = engine.encoder(packs=False)
     for chunk, block in zip(chunks, together, strict=True):
-        assert close(block.kv, single.encode([chunk])[0].kv, 1e-4 if dtype == "float32" else 5e-2)
+        assert close(
+            block.kv, single.encode([chunk])[0].kv, {"float32": 1e-4, "float16": 5e-2, "bfloat16": 1e-1}[dtype]
+        )
     other = [*chunks[:2], tuple(reversed(chunks[2])), *chunks[3:]]
     for i, (a, b) in enumerate(zip(together, encoder.encode(other), strict=True)):
         assert torch.equal(a.kv, b.kv) == (i != 2), "a changed chunk changes no bit of another"
@@ -85,7 +87,7 @@ def test_flash_over_many_segments(name: str, heads: tuple[int, int]) -> None:
 
 def test_the_fused_causal_kernel_is_used() -> None:
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
-        assert partial._fused_is_right("cuda", dtype, "causal")
+        assert partial._fused_is_right(torch.device("cuda"), dtype, "causal")
 
 
 def test_answers_over_packed_blocks(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The real device. Nothing in this file can be tested without a GPU; everything above it can."""
+"""The real device. Without a GPU, this file is tested over a pretended one (``tests/pretend.py``) only."""
 
 from __future__ import annotations
 
