@@ -98,7 +98,8 @@ class Carriage:
     the model's lock. :meth:`lay` is called before a layer is read, :meth:`close` at the end, whatever happened.
 
     Args:
-        ring: the buffers; reserved, they hold any layer of any block.
+        ring: the buffers; reserved, they hold any layer of any block that does not lie in host memory altogether.
+        cache: has room for all of them.
         report: ``stages["compose"]`` gets the host's seconds.
         settle: wait for each copy on the host, in ``stages["wait"]``: for whoever wants to know how long they take.
     """
@@ -119,7 +120,6 @@ class Carriage:
         self._sources = list({id(p.kv): p.kv for p in places}.values())
         self._started = perf_counter()
         self.carried_s = 0.0  # until the last copy had happened, where that is waited for
-        cache.extend(max(p.end for p in places))
         self._host_length = cache.host_length  # up to here everything is laid, at all layers
         for p in places:
             if p.start < self._host_length:

@@ -45,9 +45,11 @@ class Carrier:
         """Set out with blocks (all of them taken) for ``[start, end)`` of ``cache``; None: the device has no room for
         the buffers. Under the model's lock."""
         laid = [Place(start, end, block.kv) for start, end, block in places]
-        sizes = {id(p.kv): layer_bytes(p.kv) for p in laid}
+        cache.extend(max(p.end for p in laid))
+        sizes = {id(p.kv): layer_bytes(p.kv) for p in laid if p.end > cache.host_length}
         try:
-            self._ring.reserve(min(PIECE, sum(sizes.values())))
+            if sizes:
+                self._ring.reserve(min(PIECE, sum(sizes.values())))
         except CapacityError as error:
             self._once.warn("no room", f"blocks are copied before a forward, not while it runs: {error}")
             return None

@@ -73,7 +73,8 @@ class RopeTable:
     def at(self, positions: torch.Tensor, *, back: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin ``[n, rotary_dim / 2]`` that rotate keys to ``positions [n]``, or ``back`` from there."""
         cos, sin = self._ensure(int(positions.max()) + 1 if positions.numel() else 1)
-        cos, sin = cos[positions], sin[positions]
+        at = positions.to(cos.device)
+        cos, sin = cos[at], sin[at]
         scale = self.scaling * self.scaling
         return (cos / scale, sin / -scale) if back else (cos, sin)
 

@@ -25,6 +25,7 @@ class CudaBackend:
         index = torch.cuda.current_device() if found.index is None else found.index
         self.device = torch.device("cuda", index)
         self._copy = torch.cuda.Stream(self.device)
+        self._runtime: Any = torch.cuda.cudart()
 
     def _stream(self, stream: Stream) -> Any:
         return self._copy if stream == "copy" else torch.cuda.current_stream(self.device)
@@ -40,9 +41,8 @@ class CudaBackend:
             ) from e
 
     def register(self, block: torch.Tensor) -> bool:
-        runtime: Any = torch.cuda.cudart()
         with torch.cuda.device(self.device):
-            code = int(runtime.cudaHostRegister(block.data_ptr(), block.numel(), 0))
+            code = int(self._runtime.cudaHostRegister(block.data_ptr(), block.numel(), 0))
         if code:
             logger.info("cudaHostRegister of %.2f GiB was refused (error %d)", block.numel() / 2**30, code)
             self._forget_error()
@@ -55,8 +55,7 @@ class CudaBackend:
             torch.empty(1, device=self.device).fill_(1.0)
 
     def unregister(self, block: torch.Tensor) -> None:
-        runtime: Any = torch.cuda.cudart()
-        runtime.cudaHostUnregister(block.data_ptr())
+        self._runtime.cudaHostUnregister(block.data_ptr())
 
     def pinned(self, nbytes: int) -> torch.Tensor | None:
         try:
