@@ -55,6 +55,7 @@ class ArrivingBlock:
         self._unread = set(range(self.num_layers))
         self._listeners: list[Ended] = []
         self._over = False
+        self.whole: Block | None = None  # once :meth:`finish` was called for a block that is neither lost nor abandoned
 
     @property
     def kv(self) -> torch.Tensor:
@@ -92,7 +93,7 @@ class ArrivingBlock:
         with self._lock:
             if self._unread or self._over:
                 return None
-        block = self._source.whole()
+        self.whole = block = self._source.whole()
         self._end(block)
         return block
 
