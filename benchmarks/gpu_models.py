@@ -16,6 +16,7 @@ from kvboost_rag.model.direct.resident import load_resident
 from kvboost_rag.model.streaming.load import choose_backend, load_streamed, resolve_budget
 from kvboost_rag.model.streaming.virtual import VirtualBackend
 from kvboost_rag.plan import Budget, KVBudget
+from kvboost_rag.store import DeviceStore
 from kvboost_rag.warmup.batch import group
 
 HOST = 64 * GIB  # what the streamed model may take at most: 13.7 GB
@@ -103,15 +104,20 @@ def _decode(model: Any, steps: int) -> dict[str, Any]:
 # --- time to first token ----------------------------------------------------------------------------------------
 
 
-def ttft(model: Any, *, chunks: int, tokens: int, queries: int) -> dict[str, Any]:
+def ttft(model: Any, *, chunks: int, tokens: int, queries: int, vram: int = 0) -> dict[str, Any]:
     """Time to first token over ``chunks`` warm chunks in changing order, against a full prefill and against the floor
     (the whole context already in place: only the question is forwarded). One more order goes first, unmeasured: kernels
-    are built and buffers found then."""
+    are built and buffers found then, and blocks move to the device where the store has a tier of ``vram`` bytes there."""
     tok = tokenizer()
     engine = KVBoost(model, tok, store="memory", memory_bytes=8 * GIB, prefix_bytes=0)
     floor = KVBoost(model, tok, store=None, reuse="prefix", prefix_bytes=1 << 36)
     pool = chunk_pool(chunks, tokens)
     warmed = engine.warm(pool)
+    near, tier = engine, None
+    if vram:
+        tier = DeviceStore(vram, engine.adapter.spec.device)
+        near = KVBoost(model, tok, store=engine.store, store_vram=tier, prefix_bytes=0)
+    promote_s = 0.0
     rows: dict[str, list[float]] = {}
     forwarded: dict[str, float] = {}
     stages: dict[str, dict[str, float]] = {}
@@ -119,32 +125,48 @@ def ttft(model: Any, *, chunks: int, tokens: int, queries: int) -> dict[str, Any
         context = "\n\n".join(pool[::-1] if query < 0 else pool[query:] + pool[:query])
         prompt = f"{context}\n\nQuestion {query}: which river?"
         floor.generate(f"{context}\n\nSomething else.", max_new_tokens=1)
-        for name, run in {
+        runs = {
             "full": lambda p=prompt: engine.generate(p, max_new_tokens=1, reuse="off"),
             "fast": lambda p=prompt: engine.generate(p, max_new_tokens=1, repair="fast"),
             "balanced": lambda p=prompt: engine.generate(p, max_new_tokens=1),
             "floor": lambda p=prompt: floor.generate(p, max_new_tokens=1),
-        }.items():
+        }
+        if vram:
+            runs["fast_vram"] = lambda p=prompt: near.generate(p, max_new_tokens=1, repair="fast")
+            runs["balanced_vram"] = lambda p=prompt: near.generate(p, max_new_tokens=1)
+        for name, run in runs.items():
             report = run().report
+            if query < 0 and name == "fast_vram":
+                promote_s = report.stages.get("store", 0.0)
             if query >= 0:
                 rows.setdefault(name, []).append(report.ttft_s)
             forwarded[name], stages[name] = report.forwarded_tokens, dict(report.stages)
         floor.forget()
     times = {name: spread(values) for name, values in rows.items()}
     over_floor = {name: t["median"] / times["floor"]["median"] for name, t in times.items()}
+    more: dict[str, Any] = {}
+    if tier is not None:
+        more = {
+            "reached_vram": over_floor["fast_vram"] <= TTFT_RATIO,
+            "promote_s": promote_s,
+            "tier": tier.stats().as_dict(),
+        }
+        tier.close()
     return {
         "context_tokens": chunks * tokens, "ttft_s": times, "over_floor": over_floor, "forwarded_tokens": forwarded,
         "reached": over_floor["fast"] <= TTFT_RATIO, "warm_tokens_per_s": warmed.tokens_per_s,
-        "last_stages_s": stages,  # of the host: where work is only enqueued, a stage's seconds are the next one's
+        **more, "last_stages_s": stages,  # of the host: where work is only enqueued, a stage's seconds are the next one's
     }  # fmt: skip
 
 
 def reuse(machine: Machine, notes: Notes) -> None:
-    """Time to first token on 7B-shaped resident weights, 4k to 32k tokens."""
+    """Time to first token on 7B-shaped resident weights, 4k to 32k tokens; blocks in host memory, and on the device."""
     notes.add(bus=_bus(machine))
     model = dense_model(machine)
     for chunks, tokens in ((2, 32),) if machine.smoke else ((8, 512), (16, 512), (32, 512), (64, 512)):
-        notes.try_to(f"{chunks}x{tokens}", lambda c=chunks, n=tokens: ttft(model, chunks=c, tokens=n, queries=3))
+        notes.try_to(
+            f"{chunks}x{tokens}", lambda c=chunks, n=tokens: ttft(model, chunks=c, tokens=n, queries=3, vram=8 * GIB)
+        )
 
 
 def _bus(machine: Machine) -> dict[str, float]:

@@ -73,8 +73,8 @@ def load_model(
 
     ``vram`` (``"8GiB"``, bytes, ``"auto"`` or a :class:`~kvboost_rag.plan.Budget`) bounds the GPU memory: layers beyond
     it stay in host memory and are streamed. ``held`` are (bytes, tokens of KV) that the caller keeps there besides,
-    ``kv`` the bytes of its pages, if requests' KV is paged, ``stored`` those of the store's tier. ``backend`` puts another
-    device in place of CUDA (tests).
+    ``kv`` the bytes of its pages, if requests' KV is paged, ``stored`` those of the store's tier. ``backend`` puts
+    another device in place of CUDA (tests).
 
     Raises UnknownOptionError and UsageError (dtype, device), ModelNotFoundError (nothing there), CheckpointError
     (damaged or incomplete), UnsupportedModelError (not a causal model, or its quantisation library is missing),
