@@ -25,7 +25,7 @@ class DeviceMemory:
 
     def own(self, source: torch.Tensor, *, adopt: bool = False) -> tuple[torch.Tensor, Any]:
         """A copy of ``source`` here, and what :meth:`lend` waits for. ``adopt``: ``source`` itself, if it lies here and
-        has memory of its own.
+        has memory of its own. A source on the device has been computed, or is about to be by this thread's stream.
 
         Raises:
             torch.OutOfMemoryError: the device has no more.
@@ -34,8 +34,12 @@ class DeviceMemory:
         if not (adopt and own.device == self.device and owns_its_memory(own)):
             own = torch.empty(source.shape, dtype=source.dtype, device=self.device)
             own.copy_(source.detach())  # waits for host memory: nobody needs to keep the source
-        ready = torch.cuda.current_stream(self.device).record_event() if self.device.type == "cuda" else None
-        return own, ready
+        if self.device.type != "cuda":
+            return own, None
+        stream = torch.cuda.current_stream(self.device)
+        if source.device == self.device:
+            source.record_stream(stream)
+        return own, stream.record_event()
 
     def lend(self, tensor: torch.Tensor, ready: Any) -> None:
         """``tensor`` is read by this thread's stream from here on."""
