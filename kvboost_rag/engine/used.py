@@ -24,10 +24,11 @@ class Used:
         """These were laid."""
         if store.device is None:
             return
+        front = store.levels()[0]
         for f in found:
             if f.block is None:
                 continue
-            if store.tier_of(f.block.key) == 0:
+            if front.contains(f.block.key):
                 self.near.append(f.block.key)
             else:
                 self.far.append(f.block)

@@ -25,6 +25,7 @@ from kvboost_rag.kv.compress import compress
 from kvboost_rag.plan.memory import gib, parse_bytes
 from kvboost_rag.store.base import BlockStore
 from kvboost_rag.store.device import DeviceStore
+from kvboost_rag.store.device_memory import DeviceMemory
 from kvboost_rag.store.null import NullStore
 from kvboost_rag.store.tiered import TieredStore
 
@@ -98,8 +99,8 @@ def bytes_of(vram: str | int | DeviceStore | None) -> int:
 def with_device(
     vram: str | int | DeviceStore, below: BlockStore, device: torch.device, *, keep_text: bool = False
 ) -> BlockStore:
-    """``below`` with a tier of ``vram`` bytes on ``device`` in front, under the same time to live and, where there are
-    quotas below, the same share of them. A :class:`DeviceStore` is taken as it is.
+    """``below`` with a tier of ``vram`` bytes on ``device`` in front, see :func:`tier_for`. A :class:`DeviceStore` is
+    taken as it is.
 
     Raises:
         UsageError: it is no size, ``device`` is no CUDA device, nothing is below, or there is such a tier already.
@@ -117,9 +118,15 @@ def with_device(
     total = torch.cuda.get_device_properties(device).total_memory
     if nbytes > total:
         raise CapacityError(f"store_vram of {gib(nbytes)} on {device}, which has {gib(total)}", hint="give less")
+    return DeviceTieredStore(tier_for(below, nbytes, device, keep_text=keep_text), below)
+
+
+def tier_for(
+    below: BlockStore, nbytes: int, device: torch.device | DeviceMemory, *, keep_text: bool = False
+) -> DeviceStore:
+    """A tier of ``nbytes`` in front of ``below``, under the same time to live; tenants have the same share of it."""
     found = below.quick_stats()
     share = found.tenant_bytes
     if share is not None and found.limit_bytes:
         share = max(1, nbytes * min(share, found.limit_bytes) // found.limit_bytes)
-    near = DeviceStore(nbytes, device, keep_text=keep_text, ttl_s=found.ttl_s, tenant_bytes=share)
-    return DeviceTieredStore(near, below)
+    return DeviceStore(nbytes, device, keep_text=keep_text, ttl_s=found.ttl_s, tenant_bytes=share)

@@ -437,6 +437,16 @@ def test_what_makes_no_sense_is_refused() -> None:
         tiered(store=engine.store)
 
 
+def test_blocks_may_lie_on_the_device_alone() -> None:
+    memory = LateMemory()
+    engine = make_engine(store=DeviceStore(1 << 30, memory), **OPTIONS)
+    engine.warm(DOCS)
+    plain = make_engine(**OPTIONS)
+    plain.warm(DOCS)
+    assert torch.equal(bits(engine), bits(plain))
+    assert (memory.copied, memory.adopted) == (0, len(DOCS))
+
+
 def test_a_store_without_a_tier_is_left_alone() -> None:
     store: BlockStore = MemoryStore()
     engine = make_engine(store=store, **OPTIONS)

@@ -23,7 +23,7 @@ from kvboost_rag.store import (
     TieredStore,
     open_store,
 )
-from kvboost_rag.store.device_tier import bytes_of, with_device
+from kvboost_rag.store.device_tier import bytes_of, tier_for, with_device
 from tests.store.blocks import make_block, same
 from tests.store.device import LateMemory
 
@@ -198,9 +198,8 @@ def test_a_deletion_during_the_copy_wins() -> None:
 
 def test_time_to_live_and_quotas_are_those_below(tmp_path: Path) -> None:
     below = open_store(tmp_path, ttl_s=60, limit_bytes=1 << 20, tenant_bytes=1 << 18)
-    found = below.quick_stats()
-    assert (found.ttl_s, found.tenant_bytes, found.limit_bytes) == (60, 1 << 18, 1 << 20)
-    store = DeviceTieredStore(DeviceStore(8 * SIZE, LateMemory(), ttl_s=60, tenant_bytes=2 * SIZE), below)
+    store = DeviceTieredStore(tier_for(below, 8 * SIZE, LateMemory()), below)
+    assert (store.near.ttl_s, store.near.tenant_bytes) == (60, 2 * SIZE)
     now = time.time()
     old, new = (make_block(i, layers=8, created_s=now - age) for i, age in enumerate((61, 0)))
     store.put(old)
