@@ -73,7 +73,7 @@ class DeviceTieredStore(TieredStore):
         moved: list[str] = []
         for block in fresh:
             room -= block.nbytes
-            if room < 0 or not near.put(block):  # what is left would drive out what this request needs as well
+            if room < 0 or not self._put_near(block):  # the rest would drive out what this request needs as well
                 break
             moved.append(block.key)
         if self.deletions != since:  # after the copies: a deletion from here on finds them
@@ -81,6 +81,12 @@ class DeviceTieredStore(TieredStore):
                 near.delete(key)
             return 0
         return len(moved)
+
+    def _put_near(self, block: Block) -> bool:
+        try:
+            return self.near.put(compress(block, self.compression))  # as the store below gives it back
+        except MemoryError as error:
+            return self._counters.unfit(error)
 
 
 def bytes_of(vram: str | int | DeviceStore | None) -> int:

@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from kvboost_rag import CancelToken, KVBoost
+from kvboost_rag.engine.arrivals import Arrivals
 from kvboost_rag.errors import CapacityError, UsageError
 from kvboost_rag.kv.block import Block
-from kvboost_rag.store import BlockStore, DeviceStore, DeviceTieredStore, MemoryStore, Miss
-from kvboost_rag.store.arriving import ArrivingBlock, BlockLost
+from kvboost_rag.store import BlockStore, DeviceStore, DeviceTieredStore, MemoryStore, Miss, TieredStore
+from kvboost_rag.store.arriving import ArrivingBlock
 from tests.engine.helpers import DOCS, POLICIES, SYSTEM, chat, make_engine, prepared
 from tests.engine.slow_store import Gate, SlowStore
 from tests.engine.test_cost import set_costs
@@ -162,6 +163,21 @@ def test_misses_stay_where_they_were_computed() -> None:
     assert below.asked == []
 
 
+@pytest.mark.parametrize("compression", ["none", "int8"])
+def test_a_miss_moves_into_a_full_tier_as_it_will_come_back(compression: str) -> None:
+    """Not as it was computed, where the store rounds: answers do not depend on which tier had a block."""
+    probe = make_engine(**OPTIONS)
+    engine, near, _ = tiered(size_of(probe, DOCS[1:3]), compression=compression)
+    engine.warm(DOCS[:2])
+    answer(engine, chat(DOCS[2:3]), chunks=DOCS[2:3])
+    (key,) = {engine._encoder.key(engine._encoder.tokenize(DOCS[2]))}
+    held, below = near.get(key), engine.store.levels()[1].get(key)
+    assert isinstance(held, Block)
+    assert isinstance(below, Block)
+    assert held.header == below.header
+    assert torch.equal(held.kv, below.kv)
+
+
 def test_a_large_corpus_fills_the_tier_and_what_is_used_takes_its_place() -> None:
     texts = [f"{text} Number {i}." for i in range(4) for text in DOCS]
     probe = make_engine(**OPTIONS)
@@ -256,18 +272,43 @@ def test_a_block_that_is_lost_does_not_move() -> None:
         assert torch.isfinite(block.kv).all(), "the miss was encoded again, nothing half read moved"
 
 
-def test_what_is_abandoned_is_not_whole() -> None:
+@pytest.mark.parametrize("device", [False, True])
+def test_a_forward_that_is_faster_than_the_loaders_loses_nothing(device: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All layers were read, and the request was done before anybody could count the block and move it up."""
+    monkeypatch.setattr(Arrivals, "_finish", lambda self, block: None)
+    below = SlowStore()
+    store = TieredStore([MemoryStore(), below])
+    engine, near, _ = tiered(store=store) if device else (make_engine(store=store, **OPTIONS), store.tiers[0], None)
+    engine.warm(DOCS)
+    near.clear()
+    store.tiers[0].clear()
+    pieces = engine.stream(chat(), max_new_tokens=3)
+    next(pieces)
+    assert near.stats().blocks == 0
+    list(pieces)
+    assert near.stats().blocks == store.tiers[0].stats().blocks == len(DOCS)
+    assert len(below.whole) == len(DOCS)
+    below.read.clear()
+    assert {c.outcome for c in answer(engine).report.chunks} == {"hit"}
+    assert below.read == []
+    assert engine.store.stats().hits == 2 * len(DOCS)
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+def test_what_is_abandoned_is_whole_only_if_every_layer_was_read(missing: int) -> None:
     store = SlowStore()
     engine = make_engine(store=store, **OPTIONS)
     engine.warm(DOCS[:1])
     (arriving,) = store.open_many([*store.keys()])
     assert isinstance(arriving, ArrivingBlock)
-    for layer in range(arriving.num_layers):
+    for layer in range(arriving.num_layers - missing):
         arriving.read(layer)
     arriving.abandon()
-    assert arriving.finish() is None
-    assert arriving.whole is None
-    assert issubclass(BlockLost, Exception)
+    assert len(store.left) == missing
+    found = arriving.finish()
+    assert (found is None) == bool(missing)
+    assert arriving.whole is found
+    assert arriving.finish() is None, "it counts once"
 
 
 # --- a device without memory ------------------------------------------------------------------------------------------
