@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from kvboost_rag import KVBoost, Repair
+from kvboost_rag.errors import CapacityError
 from kvboost_rag.model import packed
 from kvboost_rag.model.kernels import choose_kernel
 from kvboost_rag.model.packed import Segments, choose_packed, one_by_one
@@ -119,13 +120,11 @@ def test_blocks_that_come_in_while_the_forward_runs(paged: bool, tmp_path: Path)
 def test_blocks_that_lie_on_the_device(dtype: str, paged: bool, tmp_path: Path) -> None:
     """Kept where they were computed, promoted from below after an answer, and the same answers from either."""
     plain = engine_of(tmp_path, "llama", dtype)
-    below = SlowStore()
+    below, near = SlowStore(), DeviceStore(64 << 20, "cuda")
     engine = KVBoost.from_pretrained(
-        tmp_path, device="cuda", dtype=dtype, store=below, filler_tokens=48, prefix_bytes=0, store_vram="64MiB",
+        tmp_path, device="cuda", dtype=dtype, store=below, filler_tokens=48, prefix_bytes=0, store_vram=near,
         kv_vram=least_budget(plain) if paged else None,
     )  # fmt: skip
-    near = engine.store.levels()[0]
-    assert isinstance(near, DeviceStore)
     for e in (plain, engine):
         e.warm(DOCS)
     assert near.stats().blocks == len(DOCS), "none of them was looked up"
@@ -147,6 +146,23 @@ def test_blocks_that_lie_on_the_device(dtype: str, paged: bool, tmp_path: Path) 
     assert near.stats().blocks == len(DOCS)
 
 
+real = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs streams and an allocator of a device")
+
+
+@real
+def test_a_size_makes_a_tier_on_the_models_device(tmp_path: Path) -> None:
+    engine_of(tmp_path, "llama", "float32").close()
+    options: dict[str, Any] = {"device": "cuda", "store": "memory", "filler_tokens": 48, "prefix_bytes": 0}
+    with KVBoost.from_pretrained(tmp_path, store_vram="64MiB", **options) as engine:
+        near = engine.store.levels()[0]
+        assert (near.device, near.stats().limit_bytes) == (engine.adapter.spec.device, 64 << 20)
+        engine.warm(DOCS)
+        assert engine.generate(chat(), max_new_tokens=2).report.hits == near.stats().hits == len(DOCS)
+    with pytest.raises(CapacityError):
+        KVBoost.from_pretrained(tmp_path, store_vram="1024GiB", **options)
+
+
+@real
 def test_a_full_device_keeps_nothing_and_goes_on() -> None:
     store, block = DeviceStore(1 << 40, "cuda"), make_block(1, tokens=4096, layers=32, heads=8, head_dim=64)
     torch.cuda.empty_cache()
@@ -162,6 +178,7 @@ def test_a_full_device_keeps_nothing_and_goes_on() -> None:
     assert store.put(block)
 
 
+@real
 def test_other_streams_wait_for_the_copy_and_their_memory_is_not_given_away() -> None:
     """Put on a stream that is busy, read on another one, deleted at once: what is read is the block."""
     store, side = DeviceStore(1 << 28, "cuda"), torch.cuda.Stream()
