@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -104,15 +105,20 @@ def _decode(model: Any, steps: int) -> dict[str, Any]:
 # --- time to first token ----------------------------------------------------------------------------------------
 
 
-def ttft(model: Any, *, chunks: int, tokens: int, queries: int, vram: int = 0) -> dict[str, Any]:
+def ttft(
+    model: Any, *, chunks: int, tokens: int, queries: int, backend: Any = None, ordinary: bool = False, vram: int = 0
+) -> dict[str, Any]:
     """Time to first token over ``chunks`` warm chunks in changing order, against a full prefill and against the floor
     (the whole context already in place: only the question is forwarded). One more order goes first, unmeasured: kernels
-    are built and buffers found then, and blocks move to the device where the store has a tier of ``vram`` bytes there."""
+    are built and buffers found then. ``ordinary``: and over blocks in ordinary memory, copied before the forward;
+    ``vram``: and over blocks in a tier of so many bytes on the device, where the unmeasured order brings them."""
     tok = tokenizer()
-    engine = KVBoost(model, tok, store="memory", memory_bytes=8 * GIB, prefix_bytes=0)
+    options: dict[str, Any] = {"memory_bytes": 8 * GIB, "prefix_bytes": 0, "kv_backend": backend}
+    engine = KVBoost(model, tok, store="memory", **options)
     floor = KVBoost(model, tok, store=None, reuse="prefix", prefix_bytes=1 << 36)
     pool = chunk_pool(chunks, tokens)
     warmed = engine.warm(pool)
+    before = _ordinary(engine, pool, options) if ordinary else None
     near, tier = engine, None
     if vram:
         tier = DeviceStore(vram, engine.adapter.spec.device)
@@ -126,16 +132,15 @@ def ttft(model: Any, *, chunks: int, tokens: int, queries: int, vram: int = 0) -
         prompt = f"{context}\n\nQuestion {query}: which river?"
         floor.generate(f"{context}\n\nSomething else.", max_new_tokens=1)
         runs = {
-            "full": lambda p=prompt: engine.generate(p, max_new_tokens=1, reuse="off"),
-            "fast": lambda p=prompt: engine.generate(p, max_new_tokens=1, repair="fast"),
-            "balanced": lambda p=prompt: engine.generate(p, max_new_tokens=1),
-            "floor": lambda p=prompt: floor.generate(p, max_new_tokens=1),
-        }
-        if vram:
-            runs["fast_vram"] = lambda p=prompt: near.generate(p, max_new_tokens=1, repair="fast")
-            runs["balanced_vram"] = lambda p=prompt: near.generate(p, max_new_tokens=1)
-        for name, run in runs.items():
-            report = run().report
+            "full": (engine, {"reuse": "off"}), "fast": (engine, {"repair": "fast"}), "balanced": (engine, {}),
+            "floor": (floor, {}),
+        }  # fmt: skip
+        if before is not None:
+            runs |= {"fast_ordinary": (before, {"repair": "fast"}), "balanced_ordinary": (before, {})}
+        if tier is not None:
+            runs |= {"fast_vram": (near, {"repair": "fast"}), "balanced_vram": (near, {})}
+        for name, (who, how) in runs.items():
+            report = who.generate(prompt, max_new_tokens=1, **how).report
             if query < 0 and name == "fast_vram":
                 promote_s = report.stages.get("store", 0.0)
             if query >= 0:
@@ -155,18 +160,30 @@ def ttft(model: Any, *, chunks: int, tokens: int, queries: int, vram: int = 0) -
     return {
         "context_tokens": chunks * tokens, "ttft_s": times, "over_floor": over_floor, "forwarded_tokens": forwarded,
         "reached": over_floor["fast"] <= TTFT_RATIO, "warm_tokens_per_s": warmed.tokens_per_s,
-        **more, "last_stages_s": stages,  # of the host: where work is only enqueued, a stage's seconds are the next one's
+        "carrier": engine.stats()["carrier"], **more,
+        "last_stages_s": stages,  # of the host: where work is only enqueued, a stage's seconds are the next one's
     }  # fmt: skip
 
 
+def _ordinary(engine: KVBoost, pool: list[str], options: dict[str, Any]) -> KVBoost:
+    """An engine over the same blocks in ordinary memory, which are copied before a forward."""
+    other = KVBoost(engine.model, engine.tokenizer, store="memory", carry=False, **options)
+    for key in engine.store.keys():  # noqa: SIM118 - a store is not a dict
+        block: Any = engine.store.get(key)
+        other.store.put(replace(block, kv=block.kv.clone()))
+    other.warm(pool)  # makes the texts known
+    return other
+
+
 def reuse(machine: Machine, notes: Notes) -> None:
-    """Time to first token on 7B-shaped resident weights, 4k to 32k tokens; blocks in host memory, and on the device."""
+    """Time to first token on 7B-shaped resident weights, 4k to 32k tokens; blocks page-locked and carried while the
+    forward runs, in ordinary memory, and on the device."""
     notes.add(bus=_bus(machine))
     model = dense_model(machine)
+    backend = VirtualBackend() if machine.smoke else None
+    options: dict[str, Any] = {"queries": 3, "backend": backend, "ordinary": True, "vram": 8 * GIB}
     for chunks, tokens in ((2, 32),) if machine.smoke else ((8, 512), (16, 512), (32, 512), (64, 512)):
-        notes.try_to(
-            f"{chunks}x{tokens}", lambda c=chunks, n=tokens: ttft(model, chunks=c, tokens=n, queries=3, vram=8 * GIB)
-        )
+        notes.try_to(f"{chunks}x{tokens}", lambda c=chunks, n=tokens: ttft(model, chunks=c, tokens=n, **options))
 
 
 def _bus(machine: Machine) -> dict[str, float]:

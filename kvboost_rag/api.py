@@ -12,6 +12,7 @@ import torch
 from kvboost_rag.answers import Answers
 from kvboost_rag.config import Repair, Reuse, check_reuse, resolve_repair
 from kvboost_rag.engine.arrivals import check_overlap
+from kvboost_rag.engine.carrier import Carry, carrier_for, device_bytes
 from kvboost_rag.engine.context import FILLER_TOKENS, canonical_context, head_context
 from kvboost_rag.engine.cost import CostModel
 from kvboost_rag.engine.encode import ChunkEncoder
@@ -76,6 +77,9 @@ class KVBoost(Answers):
             in idle time; :meth:`stats` has the figures.
         overlap: ``"auto"``: blocks from tiers slower than memory are used layer by layer as they come in, the answer is
             the same; False: they are waited for.
+        carry: ``"auto"``: on a CUDA device, blocks in memory are kept page-locked (up to ``memory_bytes``, where the
+            system allows) and cross to the device layer by layer while the forward runs, the answer is the same; False:
+            ordinary memory, copied before the forward. On a CPU there is nothing to carry.
 
     Raises:
         UnsupportedModelError: reuse is asked for and not proved for this architecture.
@@ -108,6 +112,7 @@ class KVBoost(Answers):
         spot_check: float = 0.0,
         overlap: Literal["auto", False] = "auto",
         store_vram: str | int | DeviceStore | None = None,
+        carry: Carry = "auto",
         attn: str = "auto",
         kv_vram: str | int | KVBudget | None = None,
         kv_backend: Any = None,
@@ -141,6 +146,9 @@ class KVBoost(Answers):
         )
         if store_vram is not None and supported:
             self.store = with_device(store_vram, self.store, self.adapter.spec.device, keep_text=keep_text)
+        carrier = carrier_for(self.adapter, carry, kv_backend)
+        if carrier is not None:
+            self.store.keep_in(carrier.memory)
         self._canonical = canonical_context(self.adapter, self.tokens, self.store, filler, filler_tokens, alone=alone)
         self._keep_text = keep_text
         self._salt = salt
@@ -154,6 +162,7 @@ class KVBoost(Answers):
             costs=CostModel(self.adapter, self.store, overlap=overlapped) if cost_model and supported else None,
             spot=SpotChecker(self.adapter, share) if share and supported else None,
             overlap=overlapped,
+            carrier=carrier,
         )
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvboost")
 
@@ -187,10 +196,11 @@ class KVBoost(Answers):
         if vram is not None:
             context = options.get("filler_tokens", FILLER_TOKENS) + 64 if options.get("reuse") != "off" else 0
             # Held pages move to host memory when the device needs theirs; held buffers stay where they are.
-            held = (0 if kv is not None else options.setdefault("prefix_bytes", 0), context)
+            prefixes = 0 if kv is not None else options.setdefault("prefix_bytes", 0)
+            held = (prefixes + device_bytes(backend, **options), context)
         if kv is not None:
             options["kv_vram"] = kv_budget(kv)
-            options.setdefault("kv_backend", backend)
+        options.setdefault("kv_backend", backend)
         loaded = load_model(
             name,
             dtype=dtype,
@@ -276,8 +286,9 @@ class KVBoost(Answers):
 
     def stats(self, *, sizes: bool = True) -> dict[str, object]:
         """The store's counters, what the requests came to, what the prefix cache holds; what was streamed, which
-        attention kernel runs, how chunks were encoded, what was paged, and figures of ``cost_model`` and ``spot_check``
-        (None: there is none). Without ``sizes``, a server's blocks are not counted: for being asked every few seconds.
+        attention kernel runs, how chunks were encoded, what was paged, what was carried to the device and how much of
+        the store's memory is page-locked, figures of ``cost_model`` and ``spot_check`` (None: there is none). Without
+        ``sizes``, a server's blocks are not counted: for being asked every few seconds.
         """
         return figures(self.engine, self.store, sizes=sizes)
 
@@ -291,6 +302,8 @@ class KVBoost(Answers):
             self.engine.spot.close()
         self._pool.shutdown(wait=True, cancel_futures=True)
         self.store.close()
+        if self.engine.carrier is not None:
+            self.engine.carrier.close()
 
     def __enter__(self) -> KVBoost:
         return self

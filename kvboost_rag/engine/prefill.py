@@ -10,10 +10,12 @@ import torch
 from kvboost_rag.chunk import Prompt, Segment
 from kvboost_rag.config import Repair
 from kvboost_rag.engine.arrivals import Arrivals
-from kvboost_rag.engine.compose import lay, lay_prefix
+from kvboost_rag.engine.carrier import Carrier
+from kvboost_rag.engine.compose import lay_prefix
 from kvboost_rag.engine.cost import CHEAPER, CostModel, Deal, settled
 from kvboost_rag.engine.decode import CancelToken, RequestCancelled
 from kvboost_rag.engine.lookup import BlockFinder, Found
+from kvboost_rag.engine.place import Placing
 from kvboost_rag.engine.prefix import PrefixHit
 from kvboost_rag.engine.repair import (
     Choice,
@@ -30,7 +32,6 @@ from kvboost_rag.engine.report import ChunkReport, Report
 from kvboost_rag.engine.shift import Shifter
 from kvboost_rag.engine.spread import Lesson, Spreader
 from kvboost_rag.engine.used import Used
-from kvboost_rag.kv.block import Block
 from kvboost_rag.model.adapter import ModelAdapter
 from kvboost_rag.model.cache import ForwardCut, KVCache, Reviser
 from kvboost_rag.store.arriving import ArrivingBlock
@@ -54,9 +55,10 @@ class Prepared:
 class Prefiller:
     """Fills a request's cache. One instance per engine; holds no request state."""
 
-    def __init__(self, adapter: ModelAdapter, finder: BlockFinder) -> None:
+    def __init__(self, adapter: ModelAdapter, finder: BlockFinder, carrier: Carrier | None = None) -> None:
         self.adapter = adapter
         self.finder = finder
+        self.carrier = carrier
 
     def prepare(
         self,
@@ -85,14 +87,12 @@ class Prefiller:
             cache = self.adapter.new_cache(capacity)
             cache.extend(prompt.num_tokens)
             self._lay_prefix(cache, hit, report)
-            cache.arriving = arrivals if arrivals else None
             while True:
                 try:
-                    spans, choice, logits = self._fill(prompt, cache, done, found, repair, report, costs)
+                    spans, choice, logits = self._fill(prompt, cache, done, found, arrivals, repair, report, costs)
                     break
                 except ForwardCut:
                     found = self._go_without(found, arrivals, cache, report)
-            cache.arriving = None
         arrivals.check()
         used.note(found, self.finder.store)
         repaired = choice.positions
@@ -114,6 +114,7 @@ class Prefiller:
         cache: KVCache,
         done: int,
         found: list[Found],
+        arrivals: Arrivals,
         repair: Repair,
         report: Report,
         costs: CostModel | None,
@@ -121,16 +122,13 @@ class Prefiller:
         """From blocks to logits: the spans that were reused, the positions in them that were recomputed, and the
         logits. May be done again, over the same cache. Raises ForwardCut: a block that was counted on is lost."""
         ids = torch.tensor(prompt.token_ids, device=self.adapter.spec.device)
-        with report.stage("compose"), settled(costs):
-            for f in found:
-                if isinstance(f.block, Block):
-                    lay(cache, f.segment.start, f.segment.end, f.block.kv, self.adapter.rope)
-        if cache.arriving is not None:
-            cache.arriving.lay(cache, 0)  # until its first layer has come, a request does not hold the model
         spans = [ReusedSpan(f.segment.start, f.segment.end, f.exact) for f in found if f.block is not None]
-        choice = self._choose(prompt, cache, ids, done, spans, repair, report)
-        with report.stage("forward"), settled(costs):
-            logits = self._forward(cache, ids, done, spans, choice, repair)
+        with Placing(cache, found, self.adapter.rope, report, arrivals, self.carrier, costs) as placing:
+            placing.lay(cache, 0)  # until its first layer has come, a request does not hold the model
+            choice = self._choose(prompt, cache, ids, done, spans, repair, report)
+            with report.stage("forward"), settled(costs):
+                logits = self._forward(cache, ids, done, spans, choice, repair)
+        arrivals.loaded_s = max(arrivals.loaded_s, placing.carried_s)
         return spans, choice, logits
 
     def _go_without(self, found: list[Found], arrivals: Arrivals, cache: KVCache, report: Report) -> list[Found]:

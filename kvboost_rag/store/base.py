@@ -15,7 +15,7 @@ Every method is safe from several threads, and for stores on disk from several p
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -27,6 +27,8 @@ from kvboost_rag.kv.layers import LayeredBlock
 from kvboost_rag.store.anchors import AnchorIndex
 
 if TYPE_CHECKING:
+    import torch
+
     from kvboost_rag.store.arriving import ArrivingBlock
 
 # Reasons of a miss, as shown to users. Stores use these words and no others.
@@ -39,6 +41,9 @@ REASONS = (
     "unavailable",  # a tier did not answer in time, or the block needs a library that is not installed here
     "expired",  # older than its time to live
 )
+
+# From a number of bytes to host memory, uint8 ``[nbytes]``; raises MemoryError.
+Allocate = Callable[[int], "torch.Tensor"]
 
 # Seconds; how long look-ups took is counted between these.
 LATENCY_BOUNDS_S = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0)
@@ -210,6 +215,11 @@ class BlockStore(ABC):
 
     def touch(self, key: str) -> None:  # noqa: B027 - optional hook
         """Note that ``key`` was used elsewhere (a faster tier had it), for stores that evict by use. Cheap."""
+
+    def keep_in(self, allocate: Allocate | None) -> None:  # noqa: B027 - optional hook
+        """K and V that are put from now on, and kept in this process's memory, lie in memory that ``allocate`` gives
+        (None: ordinary memory): a device copies from page-locked memory several times faster. What is kept elsewhere,
+        or compressed, is not concerned."""
 
     def prune(self, max_bytes: int | None = None, older_than_s: float | None = None) -> int:
         """Drop expired blocks, those not used for ``older_than_s`` seconds, then as many as must go to leave at most

@@ -12,6 +12,7 @@ from kvboost_rag.kv.block import Block, BlockHeader
 from kvboost_rag.kv.compress import unpacked
 from kvboost_rag.kv.memory import within_memory
 from kvboost_rag.kv.quantize import Packed
+from kvboost_rag.store.base import Allocate
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +42,12 @@ class Held:
         return Block(self.contents, self.token_ids, self.header, key)
 
     @within_memory()
-    def owned(self) -> Held:
-        """The same with memory that pins no more than its own bytes and is host memory."""
+    def owned(self, allocate: Allocate | None) -> Held:
+        """The same with memory that pins no more than its own bytes and is host memory, such as a device copies from
+        fast where ``allocate`` gives it."""
         if isinstance(self.contents, Packed):
             return replace(self, contents=replace(self.contents, data=_own(self.contents.data)))
-        return replace(self, contents=_own(self.contents))
+        return replace(self, contents=_own(self.contents, allocate))
 
 
 def owns_its_memory(tensor: torch.Tensor) -> bool:
@@ -54,6 +56,9 @@ def owns_its_memory(tensor: torch.Tensor) -> bool:
     return tensor.is_contiguous() and tensor.untyped_storage().nbytes() <= tensor.nbytes + tensor.nbytes // 4 + 4096
 
 
-def _own(tensor: torch.Tensor) -> torch.Tensor:
-    own = tensor.detach().cpu().contiguous()
+def _own(tensor: torch.Tensor, allocate: Allocate | None = None) -> torch.Tensor:
+    own = tensor.detach()
+    if allocate is not None and not (own.is_pinned() and owns_its_memory(own)):
+        return allocate(own.nbytes).view(own.dtype).view(own.shape).copy_(own)
+    own = own.cpu().contiguous()
     return own if owns_its_memory(own) else own.clone()

@@ -11,7 +11,7 @@ from kvboost_rag.errors import UsageError
 from kvboost_rag.kv.block import Block
 from kvboost_rag.kv.choice import parse_compression
 from kvboost_rag.store.anchors import AnchorIndex
-from kvboost_rag.store.base import BlockStore, Miss, Problem, StoreStats
+from kvboost_rag.store.base import Allocate, BlockStore, Miss, Problem, StoreStats
 from kvboost_rag.store.counters import Counters, admit
 from kvboost_rag.store.held import Held
 from kvboost_rag.store.policy import PINNED_SHARE, check_quota, check_ttl, is_expired
@@ -29,6 +29,7 @@ class MemoryStore(BlockStore):
         compression: ``"none"``, ``"int8"`` or ``"int4"``: more blocks fit, each hit costs the time to unpack.
         tenant_bytes: most bytes of the blocks under one salt: who would have more loses others of his own. 0 or None
             for no quota.
+        allocate: gives the memory that K and V lie in; see :meth:`keep_in`.
 
     Raises:
         UsageError: an argument makes no sense.
@@ -44,6 +45,7 @@ class MemoryStore(BlockStore):
         ttl_s: float | None = None,
         compression: str = "none",
         tenant_bytes: int | None = None,
+        allocate: Allocate | None = None,
     ) -> None:
         if limit_bytes < 0:
             raise UsageError(f"a memory limit of {limit_bytes} bytes", hint="give at least 0")
@@ -57,6 +59,7 @@ class MemoryStore(BlockStore):
         self.anchors = AnchorIndex()
         self.limit_bytes = limit_bytes
         self.keep_text = keep_text
+        self._allocate = allocate
         self._lock = threading.RLock()
         self._blocks: OrderedDict[str, Held] = OrderedDict()  # oldest use first
         self._pinned: dict[str, int] = {}  # key → bytes
@@ -102,7 +105,7 @@ class MemoryStore(BlockStore):
     def _take(self, block: Block, held: Held, started: float) -> bool:
         """Keep ``block``, which may be kept as ``held``, in memory of our own."""
         try:
-            held = held.owned()  # may copy: outside of the lock
+            held = held.owned(self._allocate)  # may copy: outside of the lock
         except MemoryError as error:
             return self._counters.unfit(error)
         with self._lock:
@@ -144,6 +147,9 @@ class MemoryStore(BlockStore):
         self.delete(oldest)
         self._counters.count("evictions")
         return True
+
+    def keep_in(self, allocate: Allocate | None) -> None:
+        self._allocate = allocate
 
     def touch(self, key: str) -> None:
         with self._lock:

@@ -12,7 +12,7 @@ from kvboost_rag.kv.block import Block
 from kvboost_rag.kv.compress import compress
 from kvboost_rag.kv.layers import LayeredBlock
 from kvboost_rag.store.arriving import ArrivingBlock
-from kvboost_rag.store.base import BlockStore, Miss, Problem, StoreStats
+from kvboost_rag.store.base import Allocate, BlockStore, Miss, Problem, StoreStats
 from kvboost_rag.store.counters import Counters
 from kvboost_rag.store.policy import check_write
 from kvboost_rag.store.remote_queue import WriteQueue
@@ -164,6 +164,10 @@ class TieredStore(BlockStore):
         if not prunable:
             return super().prune(max_bytes, older_than_s)
         return sum([tier.prune(max_bytes, older_than_s) for tier in prunable])
+
+    def keep_in(self, allocate: Allocate | None) -> None:
+        for tier in self.tiers:
+            tier.keep_in(allocate)
 
     def delete_tagged(self, tag: str) -> int:
         self.deletions += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,13 @@ import torch
 
 from kvboost_rag import KVBoost, Repair
 from kvboost_rag.errors import CapacityError
+from kvboost_rag.kv.block import Block
 from kvboost_rag.model import packed
 from kvboost_rag.model.kernels import choose_kernel
 from kvboost_rag.model.packed import Segments, choose_packed, one_by_one
 from kvboost_rag.model.paged import partial
 from kvboost_rag.store import DeviceStore, Miss
-from tests.engine.helpers import DOCS, chat, plain_ids
+from tests.engine.helpers import DOCS, chat, plain_ids, prepared
 from tests.engine.slow_store import SlowStore
 from tests.paged.helpers import least_budget
 from tests.store.blocks import make_block
@@ -201,3 +203,74 @@ def test_other_streams_wait_for_the_copy_and_their_memory_is_not_given_away() ->
             junk = [torch.full_like(expected, float("nan")) for _ in range(4)]
         assert torch.equal(read, expected)
         del junk
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("paged", [False, True])
+def test_blocks_that_are_carried_while_the_forward_runs(paged: bool, dtype: str, tmp_path: Path) -> None:
+    """From page-locked memory, on the copy stream, into a buffer or pages on both sides."""
+    budget = least_budget(engine_of(tmp_path, "llama", dtype))
+    options: dict[str, Any] = {"store": "memory", "filler_tokens": 48, "prefix_bytes": 0}
+    if paged:
+        options["kv_vram"] = replace(budget, nbytes=8 * budget.nbytes)
+    plain, ours = (
+        KVBoost.from_pretrained(tmp_path, device="cuda", dtype=dtype, carry=way, **options) for way in (False, "auto")
+    )
+    for e in (plain, ours):
+        e.warm(DOCS)
+    for repair in ("fast", "balanced", "faithful", Repair.deviation(0.2), Repair.boundary(4).with_shift()):
+        a, b = (e.score(chat(), [40, 50, 60], repair=repair, logits=True) for e in (ours, plain))
+        assert a.logits is not None
+        assert b.logits is not None
+        assert close(a.logits, b.logits, 1e-5 if dtype == "float32" else 2e-2), repair
+        assert a.report.hits == len(DOCS)
+    found: Any = ours.stats()["carrier"]
+    print(found)
+    assert found["bytes_carried"] > 0
+    assert plain.stats()["carrier"] is None
+
+
+def test_blocks_are_page_locked_until_they_are_gone(tmp_path: Path) -> None:
+    engine = engine_of(tmp_path, "llama", "bfloat16")
+    engine.warm(DOCS)
+    found: Any = engine.stats()["carrier"]
+    if found["pageable_bytes"]:
+        pytest.skip("page-locking is refused here")
+    block = engine.store.get(next(engine.store.keys()))
+    assert isinstance(block, Block)
+    assert block.kv.is_pinned()
+    address = block.kv.data_ptr()
+    del block
+    engine.store.clear()
+    engine.close()
+    gc.collect()
+    found = engine.stats()["carrier"]
+    assert found["page_locked_bytes"] == 0
+    runtime: Any = torch.cuda.cudart()
+    assert int(runtime.cudaHostUnregister(address)) != 0, "it was unlocked before"
+
+
+def test_blocks_may_be_evicted_behind_a_forward_that_is_only_enqueued(tmp_path: Path) -> None:
+    """Their memory goes to others while copies may still be under way."""
+    plain = KVBoost.from_pretrained(save_big(tmp_path), device="cuda", dtype="float32", carry=False, **BIG)
+    ours = KVBoost.from_pretrained(tmp_path, device="cuda", dtype="float32", **BIG)
+    texts = [" ".join(DOCS[i:] + DOCS[:i]) * 4 for i in range(len(DOCS))]
+    prompt, theirs = chat(texts), None
+    for _ in range(5):
+        for e in (plain, ours):
+            e.warm(texts)
+            got, _ = prepared(e, prompt, repair="fast")
+            e.store.clear()  # the host is here long before the device has done it
+            e.warm([f"{i} {text}" for i, text in enumerate(texts)])
+            theirs, mine = (got.logits, theirs) if e is plain else (theirs, got.logits)
+        assert theirs is not None
+        assert close(mine, theirs, 1e-5)
+
+
+BIG: dict[str, Any] = {"store": "memory", "filler_tokens": 48, "prefix_bytes": 0}
+
+
+def save_big(path: Path) -> Path:
+    """Enough KV for copies to take a while."""
+    save_tiny(path, "llama", head_dim=128, num_key_value_heads=4, num_hidden_layers=16)
+    return path

@@ -13,6 +13,8 @@ import torch
 from kvboost_rag.errors import UsageError
 from kvboost_rag.kv.block import Block
 from kvboost_rag.kv.codec import encode_block
+from kvboost_rag.model.streaming.pagelocked import PageLocked
+from kvboost_rag.model.streaming.virtual import VirtualBackend
 from kvboost_rag.store import (
     REASONS,
     BlockStore,
@@ -32,6 +34,9 @@ Make = Callable[[int], BlockStore]  # from a limit in bytes of what is stored
 
 MAKERS: dict[str, Callable[[Path], Make]] = {
     "memory": lambda folder: lambda limit: MemoryStore(limit),
+    "memory, page-locked": lambda folder: (
+        lambda limit: MemoryStore(limit, allocate=PageLocked(VirtualBackend(lock_total=1 << 15)))
+    ),
     "disk": lambda folder: lambda limit: DiskStore(folder, limit),
     "disk, zstd": lambda folder: lambda limit: DiskStore(folder, limit, compression="zstd"),
     "disk, quotas": lambda folder: lambda limit: DiskStore(folder, limit, tenant_bytes=limit),
