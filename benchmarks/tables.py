@@ -1,4 +1,4 @@
-"""The tables of docs/fidelity.md, docs/store.md and README.md, made from the committed result files: no figure is typed by hand.
+"""The tables of docs/fidelity.md, docs/store.md, docs/big-models.md and README.md, made from the committed result files: no figure is typed by hand.
 
     python benchmarks/tables.py            # rewrite what stands between markers, print the README block
     python benchmarks/tables.py --check    # change nothing; exit 1 where a document is out of date
@@ -6,7 +6,7 @@
 A document says ``<!-- begin NAME -->`` … ``<!-- end NAME -->``. ``NAME`` is a result file's stem (the whole table of that
 run), ``overview`` (one line per run, our three points), ``short`` (the README block), ``ttft`` (time to first token), ``match``,
 or one of those of ``store_table.py``: ``store-sizes``, ``store-lossless``, ``store-speed``, ``store-scale``,
-``store-known``, ``compression``.
+``store-known``, ``compression``; ``attention-operation``, ``attention-prefill``.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import store_table
+from attention_table import attention
 from fidelity_policies import BY_NAME
 from ttft_table import ttft
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).parent / "results"
-DOCUMENTS = (ROOT / "docs" / "fidelity.md", ROOT / "docs" / "store.md", ROOT / "README.md")
+DOCUMENTS = (*(ROOT / "docs" / f"{name}.md" for name in ("fidelity", "store", "big-models")), ROOT / "README.md")
 POINTS = ("fast", "balanced", "faithful")
 SHORT = (
     ("fidelity-squad-held", "SQuAD, 8 paragraphs"),
@@ -53,7 +54,13 @@ def load(stem: str, results: Path = RESULTS) -> dict[str, Any]:
 
 
 def _script(stem: str) -> str:
-    own = {"ttft": "ttft.py", "match": "match.py", "store": "store.py", "compression_squad": "compression.py"}
+    own = {
+        "ttft": "ttft.py",
+        "match": "match.py",
+        "store": "store.py",
+        "attention": "attention.py",
+        "compression_squad": "compression.py",
+    }
     return own.get(stem, f"fidelity.py --out {stem}")
 
 
@@ -143,6 +150,8 @@ def rendered(document: str, results: Path = RESULTS) -> str:
         "store-speed": lambda: store_table.speed(load("store", results)),
         "store-scale": lambda: store_table.scale(load("store", results)),
         "store-known": lambda: store_table.known(load("match", results)),
+        "attention-operation": lambda: attention(load("attention", results), "operation"),
+        "attention-prefill": lambda: attention(load("attention", results), "prefill"),
         "compression": lambda: store_table.fidelity(load("compression_squad", results)),
     }
 

@@ -49,9 +49,10 @@ DISTRIBUTIONS = {
     "llama_index": "llama-index-core",
 }  # fmt: skip
 # Used only where they are installed already, never asked for.
-NEVER_REQUIRED = {"peft", "gptqmodel", "autoawq_kernels", "awq_ext", "triton", "kernels"}
+NEVER_REQUIRED = {"peft", "gptqmodel", "autoawq_kernels", "awq_ext", "gptqmodel_awq_kernels", "triton", "kernels"}
 # Measure one part alone, and therefore import it.
 MICRO_BENCHMARKS = {
+    "benchmarks/attention.py",
     "benchmarks/match.py",
     "benchmarks/overlap.py",
     "benchmarks/store.py",

@@ -33,6 +33,7 @@ PICKED = 0.3  # the weight of a token that was picked, next to 1 for one of the 
 FIRM = 8.0  # a chunk's own share of the residual counts for half where so many tokens teach it
 GUARDED_FROM = 1 / 2  # of the depth: below, correcting what is unlike its teachers does no harm
 ENOUGH = 2.0  # teachers per feature from which leverage is known well enough to be squared
+TEMPORARY = 16 << 20  # bytes of what is corrected at a time, in fp32; about six times as much is alive
 REACH = (16.0, 64.0)  # tokens over which the influence of a chunk's start fades
 
 
@@ -147,10 +148,17 @@ class Spreader:
 
     def _correct(self, a: int, b: int, keys: torch.Tensor, values: torch.Tensor, fit: Fit, trust: Trust | None) -> None:
         """Correct what is stale of positions ``[a, b)``, whose ``keys, values [Hkv, b - a, D]`` these are."""
-        heads, (back, to) = keys.shape[0], self._tables
         low, high = bisect_left(self._places, a), bisect_left(self._places, b)
-        if low == high:
-            return
+        step = max(1, TEMPORARY // (2 * keys.shape[0] * keys.shape[2] * 4))
+        for i in range(low, high, step):
+            self._correct_rows(i, min(i + step, high), a, keys, values, fit, trust)
+
+    def _correct_rows(
+        self, low: int, high: int, a: int, keys: torch.Tensor, values: torch.Tensor, fit: Fit, trust: Trust | None
+    ) -> None:
+        """The same for the stale positions from number ``low`` to ``high``, where ``a`` is the position of the first
+        key."""
+        heads, (back, to) = keys.shape[0], self._tables
         at: slice | torch.Tensor = self._stale[low:high] - a
         if self._whole:
             at = slice(self._places[low] - a, self._places[high - 1] + 1 - a)

@@ -42,8 +42,9 @@ class Budget:
     host: int | None = None
 
     def __post_init__(self) -> None:
-        if self.slots < 2:
-            raise UsageError(f"slots={self.slots}", hint="at least 2: one is computed on while the other is filled")
+        if not isinstance(self.slots, int) or self.slots < 2:
+            hint = "a whole number, at least 2: one is computed on while the other is filled"
+            raise UsageError(f"slots={self.slots}", hint=hint)
         object.__setattr__(self, "vram", parse_bytes(self.vram))  # "8GiB" is understood here too
         sizes = (self.reserve, self.workspace, self.held, self.held_tokens, self.host or 0)
         if self.context <= 0 or min(sizes) < 0:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,9 @@ from kvboost_rag.errors import CheckpointError, ModelNotFoundError, UnsupportedM
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "phi3")
 AWQ_GROUPS = (32, 64, 128, -1)  # sizes that are read; -1: one group over all inputs
 _HALF = 2  # bytes
+Linear = tuple[str, int, int, bool]
 
-# Plain (bf16) shapes; "<name>-awq" is the same in 4 bits, groups of 128.
+# Plain (bf16) shapes; "<name>-awq" is the same in 4 bits, groups of 128 (where those fit).
 SHAPES: dict[str, dict[str, Any]] = {
     name: {
         "model_type": kind, "num_hidden_layers": layers, "hidden_size": hidden, "intermediate_size": inner,
@@ -28,6 +29,11 @@ SHAPES: dict[str, dict[str, Any]] = {
         ("llama-3.1-8b", "llama", 32, 4096, 14336, 32, 8, 128256),
         ("llama-3.3-70b", "llama", 80, 8192, 28672, 64, 8, 128256),
     )
+}  # fmt: skip
+SHAPES["smollm2"] = {
+    "model_type": "llama", "num_hidden_layers": 30, "hidden_size": 576, "intermediate_size": 1536,
+    "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64, "vocab_size": 49152,
+    "tie_word_embeddings": True,
 }  # fmt: skip
 
 
@@ -63,12 +69,13 @@ def find_weights(name: str | Path) -> Weights:
         return _from_file(path / "config.json" if path.is_dir() else path)
     shape = str(name).lower()
     base = shape.removesuffix("-awq")
-    if base in SHAPES:
+    if base in SHAPES and (base == shape or SHAPES[base]["hidden_size"] % 128 == 0):
         packed = {"quantization_config": {"quant_method": "awq", "group_size": 128}} if base != shape else {}
         return weights_of_config({**SHAPES[base], **packed, "dtype": "bfloat16"}, name=shape)
     if isinstance(name, Path) or str(name).count("/") != 1:
         raise ModelNotFoundError(
-            f"no model {str(name)!r}: no such path", hint=f"a folder, a hub id, or one of {', '.join(SHAPES)} (-awq)"
+            f"no model {str(name)!r}: no such path",
+            hint=f"a folder, a hub id (owner/name), or a shape, all but the last also with -awq: {', '.join(SHAPES)}",
         )
     return _from_file(_hub_config(str(name)))
 
@@ -112,18 +119,19 @@ def weights_of_config(config: Mapping[str, Any], *, name: str = "") -> Weights:
     except (KeyError, TypeError, ValueError, ArithmeticError) as e:
         raise CheckpointError(f"config.json of {name or 'the model'} lacks {e}") from e
     size = _dtype_bytes(config)
-    qkv = kind == "qwen2" or bool(config.get("attention_bias"))
-    linears = [
-        (hidden, heads * dim, qkv), (hidden, kv_heads * dim, qkv), (hidden, kv_heads * dim, qkv),
-        (heads * dim, hidden, bool(config.get("attention_bias"))),
-        (hidden, inner, bool(config.get("mlp_bias"))), (hidden, inner, bool(config.get("mlp_bias"))),
-        (inner, hidden, bool(config.get("mlp_bias"))),
-    ]  # fmt: skip
-    norms = 2 * hidden + (2 * dim if kind == "qwen3" else 0)
-    per_value = _linear_bytes(config, name, size)
-    layer = norms * size + sum(round(i * o * per_value(i)) + (o * size if bias else 0) for i, o, bias in linears)
+    per_value, dense_names = _linear_bytes(config, name, size), not_converted(config.get("quantization_config"))
+    linears = _linears(config, hidden, inner, heads * dim, kv_heads * dim)
+    norms = (2 * hidden + (2 * dim if kind == "qwen3" else 0)) * size
+
+    def layer_bytes(index: int) -> int:
+        total = norms
+        for path, inputs, outputs, bias in linears:
+            stays = is_listed(f"model.layers.{index}.{path}", dense_names)
+            total += round(inputs * outputs * (size if stays else per_value(inputs))) + (outputs * size if bias else 0)
+        return total
+
     return Weights(
-        layers=(layer,) * count,
+        layers=tuple(layer_bytes(i) for i in range(count)),
         embed=vocab * hidden * size,
         head=vocab * hidden * size,
         rest=hidden * size,
@@ -132,6 +140,37 @@ def weights_of_config(config: Mapping[str, Any], *, name: str = "") -> Weights:
         name=name,
         **row_bytes(hidden, inner, heads * dim, size),
     )
+
+
+def _linears(config: Mapping[str, Any], hidden: int, inner: int, queries: int, keys: int) -> list[Linear]:
+    """The linear layers of one decoder layer: path, inputs, outputs, whether there is a bias."""
+    attention, mlp = bool(config.get("attention_bias")), bool(config.get("mlp_bias"))
+    kind = config.get("model_type")
+    if kind == "phi3":
+        return [
+            ("self_attn.qkv_proj", hidden, queries + 2 * keys, False), ("self_attn.o_proj", queries, hidden, False),
+            ("mlp.gate_up_proj", hidden, 2 * inner, False), ("mlp.down_proj", inner, hidden, False),
+        ]  # fmt: skip
+    qkv = attention or kind == "qwen2"
+    return [
+        ("self_attn.q_proj", hidden, queries, qkv), ("self_attn.k_proj", hidden, keys, qkv),
+        ("self_attn.v_proj", hidden, keys, qkv), ("self_attn.o_proj", queries, hidden, attention),
+        ("mlp.gate_proj", hidden, inner, mlp), ("mlp.up_proj", hidden, inner, mlp),
+        ("mlp.down_proj", inner, hidden, mlp),
+    ]  # fmt: skip
+
+
+def not_converted(quantization: object) -> tuple[str, ...]:
+    """The modules that a ``quantization_config`` leaves dense."""
+    listed = quantization.get("modules_to_not_convert") if isinstance(quantization, Mapping) else None
+    names = listed if isinstance(listed, list | tuple) else [listed] if isinstance(listed, str) else []
+    return tuple(str(name) for name in names)
+
+
+def is_listed(path: str, modules: Iterable[str]) -> bool:
+    """Whether ``modules`` names this module or one that it lies in, by whole path, by parts of it, or by its own name:
+    ``model.layers.3.mlp.gate`` by itself, by ``layers.3``, ``mlp`` or ``gate``, and not by ``layers.30``."""
+    return any(f".{name}." in f".{path}." for name in modules if name)
 
 
 def row_bytes(hidden: int, inner: int, queries: int, size: int) -> dict[str, int]:

@@ -36,10 +36,11 @@ class DeviceMemory:
             own.copy_(source.detach())  # waits for host memory: nobody needs to keep the source
         if self.device.type != "cuda":
             return own, None
-        stream = torch.cuda.current_stream(self.device)
+        stream, ready = torch.cuda.current_stream(self.device), torch.cuda.Event()
         if source.device == self.device:
             source.record_stream(stream)
-        return own, stream.record_event()
+        ready.record(stream)
+        return own, ready
 
     def lend(self, tensor: torch.Tensor, ready: Any) -> None:
         """``tensor`` is read by this thread's stream from here on."""

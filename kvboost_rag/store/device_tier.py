@@ -121,7 +121,7 @@ def with_device(
         raise UsageError(
             f"store_vram= is for CUDA devices, this is {device.type}", hint="memory_bytes= is the budget of host memory"
         )
-    total = torch.cuda.get_device_properties(device).total_memory
+    total = torch.cuda.mem_get_info(device)[1]
     if nbytes > total:
         raise CapacityError(f"store_vram of {gib(nbytes)} on {device}, which has {gib(total)}", hint="give less")
     return DeviceTieredStore(tier_for(below, nbytes, device, keep_text=keep_text), below)

@@ -6,6 +6,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,23 +31,38 @@ def broken(*args: Any) -> torch.Tensor:
 
 @pytest.fixture(autouse=True)
 def _ask_again() -> Any:
-    installed.autoawq.cache_clear()
+    installed.product.cache_clear()
     yield
-    installed.autoawq.cache_clear()
+    installed.product.cache_clear()
 
 
-def install(monkeypatch: pytest.MonkeyPatch, function: Any) -> None:
-    monkeypatch.setitem(sys.modules, "awq_ext", SimpleNamespace(gemm_forward_cuda=function))  # type: ignore[arg-type]
+def install(monkeypatch: pytest.MonkeyPatch, function: Any, package: str = "awq_ext") -> None:
+    """As if ``package`` were installed, with this product."""
+    module: Any = SimpleNamespace(gemm_forward_cuda=function)
+    if package == "gptqmodel.utils.awq":
+        module = SimpleNamespace(
+            awq_gemm_forward=lambda *args: function(*args[:5]) if args[5] is True else None,
+            awq_runtime_available=lambda: True,
+        )
+        monkeypatch.setitem(sys.modules, "gptqmodel", SimpleNamespace())  # type: ignore[arg-type]
+        monkeypatch.setitem(sys.modules, "gptqmodel.utils", SimpleNamespace())  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, package, module)
 
 
-def test_autoawq_is_used_where_it_is_installed_and_right(monkeypatch: pytest.MonkeyPatch) -> None:
+PACKAGES = ["awq_ext", "gptqmodel_awq_kernels", "gptqmodel.utils.awq"]
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_others_kernels_are_used_where_they_are_installed_and_right(
+    package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls: list[int] = []
 
     def counting(*args: Any) -> torch.Tensor:
         calls.append(args[0].shape[0])
         return gemm(*args)
 
-    install(monkeypatch, counting)
+    install(monkeypatch, counting, package)
     monkeypatch.setattr(linear, "_on_gpu", lambda x: True)
     monkeypatch.setattr(linear, "_kernel", lambda device: None)
     packed = quantize(torch.randn(64, 128), 32)
@@ -60,19 +76,55 @@ def test_autoawq_is_used_where_it_is_installed_and_right(monkeypatch: pytest.Mon
     assert calls == [5, 7], "not for other types, many rows, or columns that it has no tiles for"
 
 
+def test_the_next_one_serves_where_one_is_wrong(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    install(monkeypatch, lambda *a: gemm(*a) + 1, "gptqmodel.utils.awq")
+    install(monkeypatch, broken, "awq_ext")
+    install(monkeypatch, gemm, "gptqmodel_awq_kernels")
+    found = installed.product(CPU)
+    assert found is not None
+    packed = quantize(torch.randn(64, 128), 32)
+    x = torch.randn(3, 128).half()
+    assert torch.equal(found(x, packed[0], packed[1], packed[2]), matmul_torch(x, *packed))
+    assert "gptqmodel is installed but not used: its result is wrong" in caplog.text
+    assert "autoawq-kernels is installed but not used: RuntimeError" in caplog.text
+
+
+def test_a_gptqmodel_that_cannot_compile_or_import_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    install(monkeypatch, gemm, "gptqmodel.utils.awq")
+    module = sys.modules["gptqmodel.utils.awq"]
+    monkeypatch.setattr(module, "awq_runtime_available", lambda: False)
+    monkeypatch.setattr(module, "awq_runtime_error", lambda: "no nvcc", raising=False)
+    assert installed.product(CPU) is None
+    assert "no nvcc" in caplog.text
+    installed.product.cache_clear()
+
+    def explode() -> bool:
+        raise OSError("ninja died")
+
+    monkeypatch.setattr(module, "awq_runtime_available", explode)
+    assert installed.product(CPU) is None
+    assert "OSError: ninja died" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("function", "reason"), [(broken, "no kernel image"), (lambda *a: gemm(*a) + 1, "its result is wrong")]
 )
-def test_autoawq_is_not_trusted(
+def test_nothing_is_trusted_untried(
     function: Any, reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     install(monkeypatch, function)
-    assert installed.autoawq(CPU) is None
+    assert installed.product(CPU) is None
     assert reason in caplog.text
 
 
-def test_autoawq_is_not_needed() -> None:
-    assert importlib.util.find_spec("awq_ext") is not None or installed.autoawq(CPU) is None
+def test_none_is_needed() -> None:
+    found = [name for name in ("awq_ext", "gptqmodel", "gptqmodel_awq_kernels") if importlib.util.find_spec(name)]
+    assert found or installed.product(CPU) is None
 
 
 def test_triton_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,3 +184,42 @@ def test_the_triton_kernels_in_the_interpreter() -> None:
     if "only 0-dimensional arrays" in run.stderr:
         pytest.skip("this triton's interpreter is older than this numpy")
     assert "as the torch path" in run.stdout, run.stderr[-2000:]
+
+
+COMPILED = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from kvboost_rag.model.awq import kernel
+
+NUMBERS = {"rows", "inputs", "columns", "words", "group", "span", "first", "width"}
+
+def build(function, half, outs, capability, **tiles):
+    types = {"x": f"*{half}", "qw": "*i32", "qz": "*i32", "sc": "*fp16", "out": outs}
+    constants = {"SHIFT_WORD": kernel.SHIFT_WORD, **tiles}
+    signature = {
+        name: "constexpr" if name in constants else "i32" if name in NUMBERS else types[name]
+        for name in function.arg_names
+    }
+    source = ASTSource(fn=function, signature=signature, constexprs=constants)
+    made = triton.compile(source, target=GPUTarget("cuda", capability, 32))
+    assert made.asm["cubin"] and made.metadata.shared <= 96 << 10, (capability, made.metadata.shared)
+
+for capability in (75, 80, 89, 90, 120):
+    for half in ("fp16", "bf16")[: 1 if capability < 80 else 2]:
+        build(kernel._fused, half, "*fp32", capability, BM=16, BN=64, BK=64)
+        build(kernel._dequantize, half, f"*{half}", capability, BN=64, BK=32)
+print("compiled")
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+def test_the_triton_kernels_compile_for_gpus_from_turing_to_blackwell(tmp_path: Path) -> None:
+    """No GPU is needed for that: the assembler comes with triton. Shared memory must fit a gaming card's."""
+    run = subprocess.run(
+        [sys.executable, "-c", COMPILED], capture_output=True, text=True, check=False,
+        env=os.environ | {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+    )  # fmt: skip
+    if "ImportError" in run.stderr or "ModuleNotFoundError" in run.stderr:
+        pytest.skip("this triton's compiler is called in another way")
+    assert "compiled" in run.stdout, run.stderr[-2000:]

@@ -88,7 +88,7 @@ def test_flash_over_many_segments(name: str, heads: tuple[int, int]) -> None:
 
 def test_the_fused_causal_kernel_is_used() -> None:
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
-        assert partial._fused_is_right("cuda", dtype, "causal")
+        assert partial._fused_is_right(torch.device("cuda"), dtype, "causal")
 
 
 def test_answers_over_packed_blocks(tmp_path: Path) -> None:

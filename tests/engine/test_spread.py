@@ -11,7 +11,8 @@ from torch.overrides import TorchFunctionMode
 
 from kvboost_rag import KVBoost
 from kvboost_rag.config import NAMED_REPAIRS, Repair
-from kvboost_rag.engine.spread import EDGE, FEWEST, Lesson, Spreader, Trust, regress
+from kvboost_rag.engine.shift import Shifter
+from kvboost_rag.engine.spread import EDGE, FEWEST, Fit, Lesson, Spreader, Trust, regress
 from tests.engine.helpers import DOCS, chat, make_engine, prepared
 from tests.paged.helpers import pair
 
@@ -169,19 +170,41 @@ class Waits(TorchFunctionMode):
 
 
 @pytest.mark.parametrize("paged", [False, True])
-def test_no_layer_waits_for_the_device(paged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_context_is_corrected_piece_by_piece(paged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Temporaries of the whole context at once would be in no budget of the device's memory."""
+    engine = pair(prefix_bytes=0)[0] if paged else make_engine(prefix_bytes=0)
+    engine.warm(DOCS)
+    whole, _ = prepared(engine, chat(), repair=POLICY.with_spread())
+    largest = []
+
+    def watched(self: Fit, vectors: torch.Tensor, around: torch.Tensor) -> torch.Tensor:
+        largest.append(vectors.nbytes)
+        return residual(self, vectors, around)
+
+    residual = Fit.residual
+    monkeypatch.setattr(Fit, "residual", watched)
+    monkeypatch.setattr("kvboost_rag.engine.spread.TEMPORARY", 4096)
+    pieces, _ = prepared(engine, chat(), repair=POLICY.with_spread())
+    assert max(largest) <= 4096
+    assert (pieces.logits - whole.logits).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("policy", [POLICY.with_spread(), POLICY.with_shift()])
+@pytest.mark.parametrize("paged", [False, True])
+def test_no_layer_waits_for_the_device(paged: bool, policy: Repair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Finding what stays on the host may wait, once; so the first layer is let off."""
-    revise, seen = Spreader.revise, []
+    reviser: Any = Spreader if policy.spread else Shifter
+    revise, seen = reviser.revise, []
 
     def watched(self: Any, cache: Any, layer: int, *rows: Any) -> None:
         with Waits() as waits:
             revise(self, cache, layer, *rows)
         seen.extend((layer, name) for name in waits.seen)
 
-    monkeypatch.setattr(Spreader, "revise", watched)
+    monkeypatch.setattr(reviser, "revise", watched)
     engine = pair(prefix_bytes=0)[0] if paged else make_engine(prefix_bytes=0)
     engine.warm(DOCS)
-    _, report = prepared(engine, chat(), repair=POLICY.with_spread())
+    _, report = prepared(engine, chat(), repair=policy)
     assert report.repaired_positions
     assert [entry for entry in seen if entry[0] > 0] == []
     assert paged or seen == []

@@ -35,7 +35,7 @@ def close(a: torch.Tensor, b: torch.Tensor, tolerance: float) -> bool:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_the_fused_kernel_is_used_and_right(dtype: torch.dtype) -> None:
-    assert partial._fused_is_right("cuda", dtype)
+    assert partial._fused_is_right(torch.device("cuda"), dtype)
     query = torch.randn(4, 3, 5, 64, device="cuda", dtype=dtype)
     pool = torch.randn(2, 4, 999, 64, device="cuda", dtype=dtype)
     key, value = pool[:, :, 100:900]  # a run of slots in the middle
@@ -49,7 +49,7 @@ def test_the_fused_kernel_is_used_and_right(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(("rows", "keys"), [(128, 1000), (128, 64), (17, 999), (1, 65)])
 def test_the_fused_masked_kernel_is_used_and_right(rows: int, keys: int, dtype: torch.dtype) -> None:
     """The repair mask over pages: rows at chosen positions, some that see nothing of this part."""
-    assert partial._fused_is_right("cuda", dtype, "masked")
+    assert partial._fused_is_right(torch.device("cuda"), dtype, "masked")
     query = torch.randn(4, 3, rows, 128, device="cuda", dtype=dtype)
     key, value = torch.randn(2, 4, keys, 128, device="cuda", dtype=dtype)
     positions = torch.linspace(-keys // 4, keys * 2, rows, device="cuda").long()

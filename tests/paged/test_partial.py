@@ -89,7 +89,7 @@ def test_a_kernel_that_changed_its_mind_is_not_used(monkeypatch: pytest.MonkeyPa
         partial._fused_is_right.cache_clear()
         monkeypatch.setattr(partial, "_fused", broken)
         assert torch.allclose(attend_part(q, k, v, 0.3)[0], plain(q, k, v), atol=1e-5)
-        assert not partial._fused_is_right("cpu", torch.float32)
+        assert not partial._fused_is_right(torch.device("cpu"), torch.float32)
     monkeypatch.setattr(partial, "_fused", lambda *a: (_ for _ in ()).throw(RuntimeError("gone")))
     partial._fused_is_right.cache_clear()
     assert torch.allclose(attend_part(q, k, v, 0.3)[0], plain(q, k, v), atol=1e-5)
@@ -114,4 +114,4 @@ def test_the_device_kernel_is_called_as_it_wants(kind: str) -> None:
 def test_every_kind_is_fused_here(kind: str) -> None:
     partial._fused_is_right.cache_clear()
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        assert partial._fused_is_right("cpu", dtype, kind)
+        assert partial._fused_is_right(torch.device("cpu"), dtype, kind)

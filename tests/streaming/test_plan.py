@@ -15,7 +15,7 @@ from kvboost_rag.cli import main
 from kvboost_rag.errors import CapacityError, CheckpointError, ModelNotFoundError, UnsupportedModelError, UsageError
 from kvboost_rag.plan import SHAPES, Budget, Weights, available_host_memory, find_weights, make_plan, parse_bytes
 from kvboost_rag.plan.placement import spread
-from tests.awq.rtn import save_awq
+from tests.awq.rtn import edit_quantization, save_awq
 from tests.tiny import save_tiny
 
 GIB = 1 << 30
@@ -136,6 +136,33 @@ def test_sizes_of_a_packed_model_are_the_real_ones(tmp_path: Path) -> None:
     assert find_weights(tmp_path).layers[0] == sum(t.numel() * t.element_size() for t in tensors)
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "phi3"])
+def test_sizes_of_a_partly_packed_model_are_the_real_ones(family: str, tmp_path: Path) -> None:
+    own_name = "qkv_proj" if family == "phi3" else "k_proj"
+    save_awq(tmp_path, family, group_size=32, not_converted=("down_proj", own_name))
+    from kvboost_rag.model.load import load_model
+
+    layers = load_model(tmp_path, device="cpu", dtype="float16").model.model.layers
+    planned = find_weights(tmp_path).layers
+    assert planned == tuple(sum(t.nbytes for t in [*la.parameters(), *la.buffers()]) for la in layers)
+    edit_quantization(tmp_path, modules_to_not_convert=None)
+    assert find_weights(tmp_path).layers[0] < planned[0]
+
+
+def test_single_layers_that_are_not_converted_are_counted(tmp_path: Path) -> None:
+    save_awq(tmp_path, "llama", group_size=32, num_hidden_layers=12)
+    plain = find_weights(tmp_path).layers
+    for listed in (["model.layers.1"], ["layers.1.mlp", "model.layers.1.self_attn"]):
+        edit_quantization(tmp_path, modules_to_not_convert=listed)
+        layers = find_weights(tmp_path).layers
+        assert layers[1] > 2 * plain[1]
+        assert layers[0] == plain[0]
+        assert layers[10:] == plain[10:]
+    for nothing in ([], "lm_head", ["lm_head", ""], {"mlp": 1}):
+        edit_quantization(tmp_path, modules_to_not_convert=nothing)
+        assert find_weights(tmp_path).layers == plain
+
+
 def test_configs_that_cannot_be_planned(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFoundError, match="no such path"):
         find_weights("nothing-like-this")
@@ -172,6 +199,8 @@ def test_sizes_as_people_write_them() -> None:
             parse_bytes(wrong)
     with pytest.raises(UsageError, match="at least 2"):
         Budget(vram=1, slots=1)
+    with pytest.raises(UsageError, match="whole number"):
+        Budget(vram=1, slots=2.5)  # type: ignore[arg-type]
     assert Budget("8GiB").vram == 8 * GIB  # type: ignore[arg-type]
     for wrong_budget in ({"vram": 0}, {"vram": float("nan")}, {"context": 0}, {"kv": 0}, {"host": -1}):
         with pytest.raises(UsageError):

@@ -8,6 +8,7 @@ from typing import Any
 
 from kvboost_rag.errors import CheckpointError
 from kvboost_rag.plan.weights import AWQ_GROUPS as GROUP_SIZES
+from kvboost_rag.plan.weights import not_converted
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +34,7 @@ class AwqFormat:
         group = quantization.get("group_size", quantization.get("q_group_size", 128))
         if group not in GROUP_SIZES:
             raise _refused(source, f"AWQ with group size {group}", f"read: {', '.join(map(str, GROUP_SIZES))}")
-        return cls(int(group), tuple(quantization.get("modules_to_not_convert") or ()))
+        return cls(int(group), not_converted(quantization))
 
     def as_dict(self) -> dict[str, Any]:
         """The normal form: what the fingerprint is computed over."""

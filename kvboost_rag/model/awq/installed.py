@@ -1,7 +1,9 @@
-"""autoawq's own kernel, where its extension is installed and still loads: for GPUs without Triton (Windows).
+"""Other packages' kernels, where they are installed and still load: for GPUs without Triton (Windows).
 
-It is built for a few versions of torch and CUDA, and adds partial sums in half precision. So it comes after our own
-kernels, and only after it agreed with plain products on this device.
+``autoawq-kernels`` and gptqmodel's older wheels bring an extension that is built for a few versions of torch and CUDA
+and adds partial sums in half precision; newer gptqmodel compiles its own when first asked (with ninja and nvcc, some
+minutes) and can add them in fp32. So they come after our own kernels, and each only after it agreed with plain
+products on this device.
 """
 
 from __future__ import annotations
@@ -32,23 +34,55 @@ def takes(x: torch.Tensor, scales: torch.Tensor) -> bool:
 
 
 @lru_cache
-def autoawq(device: torch.device) -> Product | None:
-    """The product, or None where it is not installed, does not load, or is wrong (said once)."""
-    try:
-        extension: Any = importlib.import_module("awq_ext")
-    except ImportError as e:  # missing, or built for another torch
-        logger.info("autoawq's kernels are not used: %s", e)
-        return None
+def product(device: torch.device) -> Product | None:
+    """The first product that is installed, loads and is right on this device, or None (what is wrong is said once)."""
+    for name, load in _PRODUCTS.items():
+        try:
+            found = load()
+        except ImportError as e:  # missing, or built for another torch
+            logger.info("%s is not used: %s", name, e)
+            continue
+        except Exception as e:  # importing may do and compile a lot
+            logger.warning("%s is installed but not used: %s: %s", name, type(e).__name__, str(e)[:200])
+            continue
+        problem = disagreement(found, device)
+        if not problem:
+            logger.info("AWQ layers run through the kernels of %s on %s", name, device)
+            return found
+        logger.warning("%s is installed but not used: %s", name, problem)
+    return None
 
-    def product(x: torch.Tensor, qweight: torch.Tensor, qzeros: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+
+def _gptqmodel() -> Product:
+    awq: Any = importlib.import_module("gptqmodel.utils.awq")
+    if not hasattr(awq, "awq_gemm_forward"):
+        raise ImportError("this gptqmodel has no such function")
+    if not awq.awq_runtime_available():
+        raise ImportError(str(awq.awq_runtime_error()))
+
+    def gemm(x: torch.Tensor, qweight: torch.Tensor, qzeros: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = awq.awq_gemm_forward(x.contiguous(), qweight, scales, qzeros, SPLIT_K, True)
+        return out
+
+    return gemm
+
+
+def _extension(name: str) -> Product:
+    extension: Any = importlib.import_module(name)
+
+    def gemm(x: torch.Tensor, qweight: torch.Tensor, qzeros: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = extension.gemm_forward_cuda(x.contiguous(), qweight, scales, qzeros, SPLIT_K)
         return out
 
-    problem = disagreement(product, device)
-    if problem:
-        logger.warning("autoawq's kernels are installed but not used: %s", problem)
-        return None
-    return product
+    return gemm
+
+
+# In this order: gptqmodel's own adds in fp32, the others in half precision.
+_PRODUCTS: dict[str, Callable[[], Product]] = {
+    "gptqmodel": _gptqmodel,
+    "autoawq-kernels": lambda: _extension("awq_ext"),
+    "gptqmodel's older extension": lambda: _extension("gptqmodel_awq_kernels"),
+}
 
 
 def disagreement(product: Product, device: torch.device, rows: int = 5) -> str:

@@ -81,7 +81,7 @@ def matmul(x: torch.Tensor, qweight: torch.Tensor, qzeros: torch.Tensor, scales:
         kernel = _kernel(x.device)
         if kernel is not None:
             return kernel.matmul(x, qweight, qzeros, scales)  # type: ignore[no-any-return]
-        other = installed.autoawq(x.device) if installed.takes(x, scales) else None
+        other = installed.product(x.device) if installed.takes(x, scales) else None
         if other is not None:
             return other(x, qweight, qzeros, scales)
     return matmul_torch(x, qweight, qzeros, scales)
@@ -107,7 +107,7 @@ def matmul_torch(x: torch.Tensor, qweight: torch.Tensor, qzeros: torch.Tensor, s
 def _kernel(device: torch.device) -> Any:
     """The Triton module, or None where it cannot be used on this device (said once)."""
     if importlib.util.find_spec("triton") is None:
-        logger.info("triton is not installed: AWQ layers run through autoawq's kernel or torch, more slowly")
+        logger.info("triton is not installed: AWQ layers run through another package's kernel or torch, more slowly")
         return None
     try:
         from kvboost_rag.model.awq import kernel

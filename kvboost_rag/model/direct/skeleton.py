@@ -15,6 +15,7 @@ from kvboost_rag.model.awq.format import AwqFormat, quantization_of
 from kvboost_rag.model.awq.linear import AwqLinear
 from kvboost_rag.model.direct.files import CheckpointFiles
 from kvboost_rag.model.direct.layout import weights
+from kvboost_rag.plan.weights import is_listed
 
 # Derived from the config; older checkpoints carry them all the same.
 IGNORED = (r"rotary_emb\.inv_freq$", r"attn\.(masked_)?bias$")
@@ -80,7 +81,7 @@ def put_awq_layers(model: nn.Module, files: CheckpointFiles, awq: AwqFormat, dty
             f"{files.folder} says that it is AWQ but holds no packed weight", hint="config.json and weights don't match"
         )
     for name in packed:
-        if any(name == m or m in name.split(".") or f".{m}." in f".{name}." for m in awq.not_converted):
+        if is_listed(name, awq.not_converted):
             raise CheckpointError(f"{name} is packed although modules_to_not_convert lists it")
         try:
             linear = model.get_submodule(name)

@@ -35,7 +35,7 @@ def attend_part(
     """``query [Hkv, G, R, D]`` over ``key, value [Hkv, m, D]``; ``hidden [R, m]`` (bool) masks keys per row. Rows
     without any key get zeros and ``-inf``. ``causal`` (R = m, nothing else hidden): row i sees keys up to i."""
     kind: Kind = "causal" if causal else "masked" if hidden is not None else "open"
-    if _fused_is_right(query.device.type, query.dtype, kind):
+    if _fused_is_right(query.device, query.dtype, kind):
         out, lse = _fused(query, key, value, scaling, hidden, causal)
     else:
         if causal:
@@ -120,8 +120,8 @@ def _additive(hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 @lru_cache
-def _fused_is_right(device: str, dtype: torch.dtype, kind: Kind = "open") -> bool:
-    """Ask once per kind of device and of call: those functions may change with torch's version."""
+def _fused_is_right(device: torch.device, dtype: torch.dtype, kind: Kind = "open") -> bool:
+    """Ask once per device and kind of call: those functions may change with torch's version."""
     generator = torch.Generator().manual_seed(0)
     rows, keys = (75, 75) if kind == "causal" else (70, 187)
     shapes = ((3, rows), (keys,), (keys,))
