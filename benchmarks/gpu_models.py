@@ -15,6 +15,7 @@ from gpu_parts import attention_operation
 from kvboost_rag import KVBoost
 from kvboost_rag.model.direct.resident import load_resident
 from kvboost_rag.model.streaming.load import choose_backend, load_streamed, resolve_budget
+from kvboost_rag.model.streaming.pagelocked import PageLocked
 from kvboost_rag.model.streaming.virtual import VirtualBackend
 from kvboost_rag.plan import Budget, KVBudget
 from kvboost_rag.store import DeviceStore
@@ -187,13 +188,19 @@ def reuse(machine: Machine, notes: Notes) -> None:
 
 
 def _bus(machine: Machine) -> dict[str, float]:
-    """Host to device in GB/s, from ordinary and from page-locked memory: what laying blocks can cost at best."""
+    """Host to device in GB/s, from ordinary and from page-locked memory: what laying blocks can cost at best. And how
+    fast blocks are page-locked, which warm-up pays for."""
     nbytes = (1 << 20) if machine.smoke else (64 << 20)
     target = torch.empty(nbytes, dtype=torch.uint8, device=machine.device)
     sources = {"pageable": torch.ones(nbytes, dtype=torch.uint8)}
     if not machine.smoke:
         sources["page_locked"] = sources["pageable"].pin_memory()
-    return {name: nbytes / machine.seconds(lambda s=s: target.copy_(s)) / 1e9 for name, s in sources.items()}
+    found = {name: nbytes / machine.seconds(lambda s=s: target.copy_(s)) / 1e9 for name, s in sources.items()}
+    allocate = PageLocked(VirtualBackend() if machine.smoke else choose_backend(machine.device, None))
+    started = time.perf_counter()
+    blocks = [allocate(nbytes).fill_(1) for _ in range(4)]
+    found["page_locking"] = len(blocks) * nbytes / (time.perf_counter() - started) / 1e9
+    return {**found, **allocate.held()}
 
 
 # --- attention, end to end --------------------------------------------------------------------------------------

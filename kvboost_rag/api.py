@@ -197,7 +197,7 @@ class KVBoost(Answers):
             context = options.get("filler_tokens", FILLER_TOKENS) + 64 if options.get("reuse") != "off" else 0
             # Held pages move to host memory when the device needs theirs; held buffers stay where they are.
             prefixes = 0 if kv is not None else options.setdefault("prefix_bytes", 0)
-            held = (prefixes + device_bytes(backend, **options), context)
+            held = (prefixes + device_bytes(vram, backend, **options), context)
         if kv is not None:
             options["kv_vram"] = kv_budget(kv)
         options.setdefault("kv_backend", backend)

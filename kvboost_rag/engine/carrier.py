@@ -18,6 +18,7 @@ from kvboost_rag.model.streaming.pagelocked import PageLocked
 from kvboost_rag.model.streaming.ring import SLOTS, Ring
 from kvboost_rag.model.streaming.streamer import streamer_of
 from kvboost_rag.once import Once
+from kvboost_rag.plan import Budget
 
 Carry = Literal["auto", False]
 
@@ -67,9 +68,13 @@ class Carrier:
             self._ring.close()
 
 
-def device_bytes(stand_in: Backend | None, *, carry: object = "auto", reuse: str = "chunks", **others: object) -> int:
-    """What a carrier takes on a real device at most, for a plan; of an engine with these options."""
-    return SLOTS * PIECE if stand_in is None and carry == "auto" and reuse != "off" else 0
+def device_bytes(vram: object, stand_in: Backend | None, **options: object) -> int:
+    """What a carrier takes of a real device at most, for the plan of an engine with these options: never more than what
+    ``vram`` sets apart as workspace (who plans without any counts in what he wants counted)."""
+    if stand_in is not None or options.get("carry", "auto") is False or options.get("reuse") == "off":
+        return 0
+    budget = vram if isinstance(vram, Budget) else Budget(1)  # the defaults
+    return min(SLOTS * PIECE, budget.workspace)
 
 
 def carrier_for(adapter: ModelAdapter, carry: object, stand_in: Backend | None = None) -> Carrier | None:

@@ -23,7 +23,7 @@ from kvboost_rag.errors import UsageError
 from kvboost_rag.kv.block import Block
 from kvboost_rag.model.streaming.ring import Ring
 from kvboost_rag.model.streaming.virtual import RaceError, VirtualBackend
-from kvboost_rag.plan import KVBudget
+from kvboost_rag.plan import Budget, KVBudget
 from kvboost_rag.store import MemoryStore, Miss
 from kvboost_rag.store.arriving import ArrivingBlock
 from kvboost_rag.store.remote_link import Unavailable
@@ -541,6 +541,13 @@ def test_blocks_that_move_up_from_a_folder_are_page_locked(tmp_path: Path) -> No
     assert carried(engine)["bytes_carried"] > 0
 
 
+def test_a_caller_in_inference_mode_changes_nothing() -> None:
+    plain, ours = both()
+    with torch.inference_mode():
+        assert_same(plain, ours, chat(LONG), repair="fast")
+    assert_same(plain, ours, chat(LONG))
+
+
 def test_two_engines_share_a_store() -> None:
     store, backend = MemoryStore(), VirtualBackend(order="random")
     first, second = (make_engine(store=store, kv_backend=backend, **QUIET) for _ in range(2))
@@ -600,5 +607,8 @@ def test_only_auto_or_false() -> None:
 
 
 def test_a_plan_counts_the_buffers() -> None:
-    assert device_bytes(None, prefix_bytes=5) == 2 * carriage_module.PIECE
-    assert device_bytes(None, carry=False) == device_bytes(None, reuse="off") == device_bytes(VirtualBackend()) == 0
+    both_buffers = 2 * carriage_module.PIECE
+    assert device_bytes("8GiB", None, prefix_bytes=5) == device_bytes(Budget(8 << 30), None) == both_buffers
+    assert device_bytes(Budget(8 << 30, workspace=1000), None) == 1000
+    assert device_bytes("auto", None, carry=False) == device_bytes("auto", None, reuse="off") == 0
+    assert device_bytes("auto", VirtualBackend()) == 0

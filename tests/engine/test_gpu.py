@@ -17,10 +17,11 @@ from kvboost_rag.model import packed
 from kvboost_rag.model.kernels import choose_kernel
 from kvboost_rag.model.packed import Segments, choose_packed, one_by_one
 from kvboost_rag.model.paged import partial
+from kvboost_rag.plan import KVBudget
 from kvboost_rag.store import DeviceStore, Miss
 from tests.engine.helpers import DOCS, chat, plain_ids, prepared
 from tests.engine.slow_store import SlowStore
-from tests.paged.helpers import least_budget
+from tests.paged.helpers import PAGE, least_budget
 from tests.store.blocks import make_block
 from tests.tiny import save_tiny
 
@@ -212,7 +213,7 @@ def test_blocks_that_are_carried_while_the_forward_runs(paged: bool, dtype: str,
     budget = least_budget(engine_of(tmp_path, "llama", dtype))
     options: dict[str, Any] = {"store": "memory", "filler_tokens": 48, "prefix_bytes": 0}
     if paged:
-        options["kv_vram"] = replace(budget, nbytes=8 * budget.nbytes)
+        options["kv_vram"] = KVBudget(8 * budget.nbytes, PAGE)
     plain, ours = (
         KVBoost.from_pretrained(tmp_path, device="cuda", dtype=dtype, carry=way, **options) for way in (False, "auto")
     )

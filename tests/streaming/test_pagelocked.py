@@ -105,13 +105,26 @@ def test_a_block_is_copied_once_and_accounted_as_before() -> None:
     assert len(given) == 1
 
 
-def test_memory_that_is_not_there_is_a_skipped_write(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Full(slab.HostSlab):
-        def __init__(self, *args: object, **options: object) -> None:
-            raise CapacityError("full")
+def test_without_a_mapping_the_memory_is_ordinary(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system gives a process so many, and no more."""
 
-    monkeypatch.setattr("kvboost_rag.model.streaming.pagelocked.HostSlab", Full)
+    def refuse(*args: object) -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(slab.mmap, "mmap", refuse)
+    allocate = PageLocked(VirtualBackend())
+    store, block = MemoryStore(1 << 20, allocate=allocate), make_block(1)
+    assert store.put(block)
+    assert same(store.get(block.key), block)  # type: ignore[arg-type]
+    assert allocate.held() == {"page_locked_bytes": 0, "pageable_bytes": block.nbytes}
+    store.clear()
+    gc.collect()
+    assert allocate.held()["pageable_bytes"] == 0
+
+
+def test_memory_that_is_not_there_is_a_skipped_write() -> None:
     store = MemoryStore(1 << 20, allocate=PageLocked(VirtualBackend()))
+    store.keep_in(lambda nbytes: PageLocked(VirtualBackend())(1 << 62))
     assert not store.put(make_block(1))
     assert (store.stats().skipped_writes, store.stats().blocks, store.stats().bytes) == (1, 0, 0)
 

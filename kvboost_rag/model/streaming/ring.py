@@ -61,7 +61,8 @@ class Ring:
             return
         if self._slots:
             self.close()  # the memory goes back: nothing may write there
-        self._slots += [self.backend.empty(size) for _ in range(SLOTS)]
+        with torch.inference_mode(False):  # whatever mode the caller is in: they are written in others too
+            self._slots += [self.backend.empty(size) for _ in range(SLOTS)]
         self.stats.slot_bytes = size
         for free in self._free:  # this memory may have been others' before, whose last use is enqueued but not over
             self.backend.record(free, "compute")
