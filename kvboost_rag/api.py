@@ -12,6 +12,7 @@ import torch
 from kvboost_rag.answers import Answers
 from kvboost_rag.config import Repair, Reuse, check_reuse, resolve_repair
 from kvboost_rag.engine.arrivals import check_overlap
+from kvboost_rag.engine.carrier import Carry, carrier_for, device_bytes
 from kvboost_rag.engine.context import FILLER_TOKENS, canonical_context, head_context
 from kvboost_rag.engine.cost import CostModel
 from kvboost_rag.engine.encode import ChunkEncoder
@@ -25,6 +26,8 @@ from kvboost_rag.model.adapter import ModelAdapter
 from kvboost_rag.model.load import load_model
 from kvboost_rag.plan import Budget, KVBudget, kv_budget
 from kvboost_rag.store.base import BlockStore
+from kvboost_rag.store.device import DeviceStore
+from kvboost_rag.store.device_tier import bytes_of, with_device
 from kvboost_rag.store.open import open_store
 from kvboost_rag.warmup import SourceChunk, WarmPlan, WarmProgress, WarmReport, plan, warm
 
@@ -51,6 +54,9 @@ class KVBoost(Answers):
         salt: tenant salt; the same text under another salt never hits.
         prefix_bytes: budget for KV of earlier requests (conversation turns, repeated prompts).
         memory_bytes, disk_bytes: budgets of the store's tiers.
+        store_vram: memory of the device for a tier in front of the store (``"2GiB"``, bytes, or a
+            :class:`~kvboost_rag.store.DeviceStore`): blocks that were used lie there, and composing is a copy inside
+            the device. Delete through :attr:`store`, which has the tier in front then. None: no such tier.
         tenant_bytes: most bytes of one tenant's blocks (see :func:`open_store`).
         keep_text: keep chunk texts in block headers (off: token ids alone).
         attn: kernel of plainly causal attention: ``"auto"`` (what works here), ``"flash-attn"``, ``"varlen"`` (torch's
@@ -71,11 +77,16 @@ class KVBoost(Answers):
             in idle time; :meth:`stats` has the figures.
         overlap: ``"auto"``: blocks from tiers slower than memory are used layer by layer as they come in, the answer is
             the same; False: they are waited for.
+        carry: ``"auto"``: on a CUDA device, blocks in memory are kept page-locked (up to ``memory_bytes``, where the
+            system allows) and cross to the device layer by layer while the forward runs, the answer is the same; False:
+            ordinary memory, copied before the forward. On a CPU there is nothing to carry.
 
     Raises:
         UnsupportedModelError: reuse is asked for and not proved for this architecture.
         StoreError: the store cannot be opened.
-        CapacityError: ``kv_vram`` is too small (the smallest that works is named), or the device has less.
+        CapacityError: ``kv_vram`` is too small (the smallest that works is named), or the device has less than it or
+            ``store_vram``.
+        UsageError: an option makes no sense, such as ``store_vram`` on a CPU.
     """
 
     def __init__(
@@ -100,6 +111,8 @@ class KVBoost(Answers):
         cost_model: bool = False,
         spot_check: float = 0.0,
         overlap: Literal["auto", False] = "auto",
+        store_vram: str | int | DeviceStore | None = None,
+        carry: Carry = "auto",
         attn: str = "auto",
         kv_vram: str | int | KVBudget | None = None,
         kv_backend: Any = None,
@@ -131,6 +144,11 @@ class KVBoost(Answers):
             keep_text=keep_text,
             compression=compression,
         )
+        if store_vram is not None and supported:
+            self.store = with_device(store_vram, self.store, self.adapter.spec.device, keep_text=keep_text)
+        carrier = carrier_for(self.adapter, carry, kv_backend)
+        if carrier is not None:
+            self.store.keep_in(carrier.memory)
         self._canonical = canonical_context(self.adapter, self.tokens, self.store, filler, filler_tokens, alone=alone)
         self._keep_text = keep_text
         self._salt = salt
@@ -144,6 +162,7 @@ class KVBoost(Answers):
             costs=CostModel(self.adapter, self.store, overlap=overlapped) if cost_model and supported else None,
             spot=SpotChecker(self.adapter, share) if share and supported else None,
             overlap=overlapped,
+            carrier=carrier,
         )
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvboost")
 
@@ -164,8 +183,9 @@ class KVBoost(Answers):
         """Load a model by hub id, local folder, ``.gguf`` file, or ``"smollm2"`` (the small embedded default).
 
         ``options`` are those of the constructor. ``vram`` (``"8GiB"``, bytes, ``"auto"``, or a
-        :class:`kvboost_rag.plan.Budget`) is how much GPU memory may be used: layers that do not fit are streamed from
-        host memory, see ``docs/big-models.md``; earlier requests' KV is then held only as far as ``prefix_bytes`` says.
+        :class:`kvboost_rag.plan.Budget`) is how much GPU memory may be used, ``store_vram`` included: layers that do
+        not fit are streamed from host memory, see ``docs/big-models.md``; earlier requests' KV is then held only as far
+        as ``prefix_bytes`` says.
         ``backend`` stands in for the CUDA device (tests).
 
         Raises:
@@ -176,10 +196,11 @@ class KVBoost(Answers):
         if vram is not None:
             context = options.get("filler_tokens", FILLER_TOKENS) + 64 if options.get("reuse") != "off" else 0
             # Held pages move to host memory when the device needs theirs; held buffers stay where they are.
-            held = (0 if kv is not None else options.setdefault("prefix_bytes", 0), context)
+            prefixes = 0 if kv is not None else options.setdefault("prefix_bytes", 0)
+            held = (prefixes + device_bytes(vram, backend, **options), context)
         if kv is not None:
             options["kv_vram"] = kv_budget(kv)
-            options.setdefault("kv_backend", backend)
+        options.setdefault("kv_backend", backend)
         loaded = load_model(
             name,
             dtype=dtype,
@@ -190,6 +211,7 @@ class KVBoost(Answers):
             backend=backend,
             held=held,
             kv=None if kv is None else kv_budget(kv).nbytes,
+            stored=bytes_of(options.get("store_vram")),
         )
         return cls(loaded.model, loaded.tokenizer, store=store, name=loaded.name, **options)
 
@@ -264,8 +286,9 @@ class KVBoost(Answers):
 
     def stats(self, *, sizes: bool = True) -> dict[str, object]:
         """The store's counters, what the requests came to, what the prefix cache holds; what was streamed, which
-        attention kernel runs, how chunks were encoded, what was paged, and figures of ``cost_model`` and ``spot_check``
-        (None: there is none). Without ``sizes``, a server's blocks are not counted: for being asked every few seconds.
+        attention kernel runs, how chunks were encoded, what was paged, what was carried to the device and how much of
+        the store's memory is page-locked, figures of ``cost_model`` and ``spot_check`` (None: there is none). Without
+        ``sizes``, a server's blocks are not counted: for being asked every few seconds.
         """
         return figures(self.engine, self.store, sizes=sizes)
 
@@ -279,6 +302,8 @@ class KVBoost(Answers):
             self.engine.spot.close()
         self._pool.shutdown(wait=True, cancel_futures=True)
         self.store.close()
+        if self.engine.carrier is not None:
+            self.engine.carrier.close()
 
     def __enter__(self) -> KVBoost:
         return self

@@ -10,6 +10,7 @@ import torch
 
 from kvboost_rag.chunk import Prompt, Segment
 from kvboost_rag.config import Repair
+from kvboost_rag.engine.carrier import Carrier
 from kvboost_rag.engine.cost import CostModel
 from kvboost_rag.engine.decode import CancelToken, RequestCancelled, Step, cached_step, end_ids, token_loop
 from kvboost_rag.engine.encode import ChunkEncoder
@@ -57,6 +58,7 @@ class Engine:
         costs: CostModel | None = None,
         spot: SpotChecker | None = None,
         overlap: bool = True,
+        carrier: Carrier | None = None,
     ) -> None:
         self.adapter = adapter
         self.tokens = tokens
@@ -67,7 +69,8 @@ class Engine:
         self.totals = Totals()
         self.segmenter = Segmenter(tokens, self.store.anchors, self._tokens_of_key, self.salt)
         self.overlap = overlap
-        self.prefiller = Prefiller(adapter, BlockFinder(encoder, self.store, overlap=overlap))
+        self.carrier = carrier
+        self.prefiller = Prefiller(adapter, BlockFinder(encoder, self.store, overlap=overlap), carrier)
         self.eos_ids = end_ids(adapter)
         self.verdicts = Verdicts(encoder)
         self.guard = FidelityGuard(self.verdicts, on_low_fidelity)
@@ -204,7 +207,9 @@ class Engine:
         if entry is not None:
             self.prefixes.add(entry)
         with report.stage("store"):
-            report.stored_tokens = 0 if request.cancel.cancelled else store_missed(self.prefiller.finder, prepared)
+            if not request.cancel.cancelled:
+                prepared.used.promote(self.store)
+                report.stored_tokens = store_missed(self.prefiller.finder, prepared)
             if self.costs is not None and prepared.deal is not None and not request.cancel.cancelled:
                 self.costs.after(prompt, prepared.deal)
         if watch and self.spot:

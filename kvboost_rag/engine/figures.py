@@ -21,6 +21,7 @@ def figures(engine: Engine, store: BlockStore, *, sizes: bool) -> dict[str, obje
         "attention": {"kernel": adapter.kernel.name, "reason": adapter.kernel.reason},
         "encoding": {**asdict(adapter.encoded), "packed_kernel": adapter.packed.name},
         "paged": pages.snapshot().as_dict() if pages is not None else None,
+        "carrier": engine.carrier.stats() if engine.carrier else None,
         "cost": engine.costs.as_dict() if engine.costs else None,
         "spot": engine.spot.stats() if engine.spot else None,
     }

@@ -10,10 +10,12 @@ import torch
 from kvboost_rag.chunk import Prompt, Segment
 from kvboost_rag.config import Repair
 from kvboost_rag.engine.arrivals import Arrivals
-from kvboost_rag.engine.compose import lay, lay_prefix
+from kvboost_rag.engine.carrier import Carrier
+from kvboost_rag.engine.compose import lay_prefix
 from kvboost_rag.engine.cost import CHEAPER, CostModel, Deal, settled
 from kvboost_rag.engine.decode import CancelToken, RequestCancelled
 from kvboost_rag.engine.lookup import BlockFinder, Found
+from kvboost_rag.engine.place import Placing
 from kvboost_rag.engine.prefix import PrefixHit
 from kvboost_rag.engine.repair import (
     Choice,
@@ -29,7 +31,7 @@ from kvboost_rag.engine.repair import (
 from kvboost_rag.engine.report import ChunkReport, Report
 from kvboost_rag.engine.shift import Shifter
 from kvboost_rag.engine.spread import Lesson, Spreader
-from kvboost_rag.kv.block import Block
+from kvboost_rag.engine.used import Used
 from kvboost_rag.model.adapter import ModelAdapter
 from kvboost_rag.model.cache import ForwardCut, KVCache, Reviser
 from kvboost_rag.store.arriving import ArrivingBlock
@@ -46,15 +48,17 @@ class Prepared:
     missed: list[Segment] = field(default_factory=list)
     skipped: list[Segment] = field(default_factory=list)  # not looked up: recomputing is cheaper
     deal: Deal | None = None  # what a cost model thought of it
+    used: Used = field(default_factory=Used)  # for the store's tier in front
     plain_cache: Any = None  # the model's own cache, where ours cannot serve
 
 
 class Prefiller:
     """Fills a request's cache. One instance per engine; holds no request state."""
 
-    def __init__(self, adapter: ModelAdapter, finder: BlockFinder) -> None:
+    def __init__(self, adapter: ModelAdapter, finder: BlockFinder, carrier: Carrier | None = None) -> None:
         self.adapter = adapter
         self.finder = finder
+        self.carrier = carrier
 
     def prepare(
         self,
@@ -75,6 +79,7 @@ class Prefiller:
         """
         done = hit.num_tokens if hit is not None else 0
         report.prompt_tokens = prompt.num_tokens
+        used = Used(self.finder.store.deletions)
         with report.stage("lookup"):
             deal = self._weigh(costs, prompt, done, repair)
             found = self._find(prompt, done, deal)
@@ -82,15 +87,14 @@ class Prefiller:
             cache = self.adapter.new_cache(capacity)
             cache.extend(prompt.num_tokens)
             self._lay_prefix(cache, hit, report)
-            cache.arriving = arrivals if arrivals else None
             while True:
                 try:
-                    spans, choice, logits = self._fill(prompt, cache, done, found, repair, report, costs)
+                    spans, choice, logits = self._fill(prompt, cache, done, found, arrivals, repair, report, costs)
                     break
                 except ForwardCut:
                     found = self._go_without(found, arrivals, cache, report)
-            cache.arriving = None
         arrivals.check()
+        used.note(found, self.finder.store)
         repaired = choice.positions
         self._note_chunks(prompt, done, found, set(repaired), report)
         if costs is not None and deal is not None and not report.vain_tokens:
@@ -101,8 +105,8 @@ class Prefiller:
         reused = sum(s.end - s.start for s in spans) - len({*repaired, *_last_in(spans, prompt.num_tokens - 1)})
         self._note_counts(report, cache, done, reused, repaired, exact)
         missed = [f.segment for f in found if f.block is None]
-        skipped = deal is not None and deal.skip
-        return Prepared(prompt, cache, logits, exact, [] if skipped else missed, missed if skipped else [], deal=deal)
+        skipped = missed if deal is not None and deal.skip else []
+        return Prepared(prompt, cache, logits, exact, [] if skipped else missed, skipped, deal, used)
 
     def _fill(
         self,
@@ -110,6 +114,7 @@ class Prefiller:
         cache: KVCache,
         done: int,
         found: list[Found],
+        arrivals: Arrivals,
         repair: Repair,
         report: Report,
         costs: CostModel | None,
@@ -117,16 +122,13 @@ class Prefiller:
         """From blocks to logits: the spans that were reused, the positions in them that were recomputed, and the
         logits. May be done again, over the same cache. Raises ForwardCut: a block that was counted on is lost."""
         ids = torch.tensor(prompt.token_ids, device=self.adapter.spec.device)
-        with report.stage("compose"), settled(costs):
-            for f in found:
-                if isinstance(f.block, Block):
-                    lay(cache, f.segment.start, f.segment.end, f.block.kv, self.adapter.rope)
-        if cache.arriving is not None:
-            cache.arriving.lay(cache, 0)  # until its first layer has come, a request does not hold the model
         spans = [ReusedSpan(f.segment.start, f.segment.end, f.exact) for f in found if f.block is not None]
-        choice = self._choose(prompt, cache, ids, done, spans, repair, report)
-        with report.stage("forward"), settled(costs):
-            logits = self._forward(cache, ids, done, spans, choice, repair)
+        with Placing(cache, found, self.adapter.rope, report, arrivals, self.carrier, costs) as placing:
+            placing.lay(cache, 0)  # until its first layer has come, a request does not hold the model
+            choice = self._choose(prompt, cache, ids, done, spans, repair, report)
+            with report.stage("forward"), settled(costs):
+                logits = self._forward(cache, ids, done, spans, choice, repair)
+        arrivals.loaded_s = max(arrivals.loaded_s, placing.carried_s)
         return spans, choice, logits
 
     def _go_without(self, found: list[Found], arrivals: Arrivals, cache: KVCache, report: Report) -> list[Found]:

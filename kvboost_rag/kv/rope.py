@@ -72,7 +72,7 @@ class RopeTable:
 
     def at(self, positions: torch.Tensor, *, back: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin ``[n, rotary_dim / 2]`` that rotate keys to ``positions [n]``, or ``back`` from there."""
-        cos, sin = self._ensure(int(positions.max()) + 1)
+        cos, sin = self._ensure(int(positions.max()) + 1 if positions.numel() else 1)
         cos, sin = cos[positions], sin[positions]
         scale = self.scaling * self.scaling
         return (cos / scale, sin / -scale) if back else (cos, sin)
@@ -91,6 +91,11 @@ def turn(keys: torch.Tensor, table: tuple[torch.Tensor, torch.Tensor]) -> torch.
     out = torch.empty(keys.shape, dtype=torch.float32, device=keys.device)
     _rotate(out, keys.float(), *table)
     return out
+
+
+def turn_into(out: torch.Tensor, keys: torch.Tensor, table: tuple[torch.Tensor, torch.Tensor]) -> None:
+    """:func:`turn` into ``out``, which does not overlap ``keys``, to the same bits as :meth:`RopeTable.rotate_into`."""
+    _rotate(out, keys, *table)
 
 
 def _rotate(out: torch.Tensor, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:

@@ -3,7 +3,7 @@ and a capture for encoding. Pages that spill to host memory are ``model/paged/``
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -105,6 +105,24 @@ class KVCache(Cache):
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Put the rows' K and V (``[num_kv_heads, q, head_dim]``) at the positions that :meth:`at` named."""
+        raise NotImplementedError
+
+    @property
+    def host_length(self) -> int:
+        """Positions ``[0, host_length)`` lie in host memory."""
+        return 0
+
+    @property
+    def layout(self) -> Hashable:
+        """Changes when something moves: :meth:`places` are others then."""
+        return None
+
+    def places(self, positions: torch.Tensor) -> torch.Tensor:
+        """What stands for ``positions [n]`` (on the CPU, none below :attr:`host_length`) in :meth:`put`."""
+        raise NotImplementedError
+
+    def put(self, layer: int, places: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Write K and V ``[num_kv_heads, n, head_dim]``, on the device, at :meth:`places`."""
         raise NotImplementedError
 
     def clear(self, positions: torch.Tensor) -> None:
@@ -211,6 +229,13 @@ class RequestCache(KVCache):
 
     def gather(self, layer: int, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return self.kv[layer, 0][:, positions], self.kv[layer, 1][:, positions]
+
+    def places(self, positions: torch.Tensor) -> torch.Tensor:
+        return positions.to(self.kv.device)
+
+    def put(self, layer: int, places: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        self.kv[layer, 0].index_copy_(1, places, keys)
+        self.kv[layer, 1].index_copy_(1, places, values)
 
     def clear(self, positions: torch.Tensor) -> None:
         self.kv.index_fill_(3, positions, 0.0)

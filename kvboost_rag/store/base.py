@@ -15,9 +15,11 @@ Every method is safe from several threads, and for stores on disk from several p
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+import torch
 
 from kvboost_rag.errors import UsageError
 from kvboost_rag.kv.block import Block
@@ -25,6 +27,8 @@ from kvboost_rag.kv.layers import LayeredBlock
 from kvboost_rag.store.anchors import AnchorIndex
 
 if TYPE_CHECKING:
+    import torch
+
     from kvboost_rag.store.arriving import ArrivingBlock
 
 # Reasons of a miss, as shown to users. Stores use these words and no others.
@@ -37,6 +41,9 @@ REASONS = (
     "unavailable",  # a tier did not answer in time, or the block needs a library that is not installed here
     "expired",  # older than its time to live
 )
+
+# From a number of bytes to host memory, uint8 ``[nbytes]``; raises MemoryError.
+Allocate = Callable[[int], "torch.Tensor"]
 
 # Seconds; how long look-ups took is counted between these.
 LATENCY_BOUNDS_S = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0)
@@ -111,6 +118,12 @@ class BlockStore(ABC):
     #: Whether :meth:`prune` works here.
     prunable: bool = False
 
+    #: Where the nearest tier keeps blocks, if that is not host memory: what is handed out may lie there.
+    device: torch.device | None = None
+
+    #: How often something was deleted, for :meth:`promote`.
+    deletions: int = 0
+
     @abstractmethod
     def get(self, key: str) -> Block | Miss:
         """The block under ``key``, verified, or why not. Does not modify stored data, except to set damage aside
@@ -128,6 +141,20 @@ class BlockStore(ABC):
     def tier_of(self, key: str) -> int:
         """The number of the tier that a look-up of ``key`` would probably be served from, the nearest is 0. Cheap: the
         last tier is not asked, so it also stands for "nowhere"."""
+        return 0
+
+    def levels(self) -> list[BlockStore]:
+        """The stores that a look-up goes through, the nearest first, as :meth:`tier_of` counts them."""
+        return [self]
+
+    def device_room(self, salt: str) -> int:
+        """Bytes that a tier on :attr:`device` takes under ``salt`` before somebody has to go; 0 where there is none."""
+        return 0
+
+    def promote(self, blocks: Iterable[Block], since: int, used: Iterable[str] = ()) -> int:
+        """Bring ``blocks``, which were looked up here, to a tier in front that takes them later because it takes time:
+        called when the answer is there. ``since`` are the :attr:`deletions` before the look-up; ``used`` are keys of
+        the same request that are in front already, and are not driven out. The number of blocks that moved."""
         return 0
 
     @abstractmethod
@@ -188,6 +215,11 @@ class BlockStore(ABC):
 
     def touch(self, key: str) -> None:  # noqa: B027 - optional hook
         """Note that ``key`` was used elsewhere (a faster tier had it), for stores that evict by use. Cheap."""
+
+    def keep_in(self, allocate: Allocate | None) -> None:  # noqa: B027 - optional hook
+        """K and V that are put from now on, and kept in this process's memory, lie in memory that ``allocate`` gives
+        (None: ordinary memory): a device copies from page-locked memory several times faster. What is kept elsewhere,
+        or compressed, is not concerned."""
 
     def prune(self, max_bytes: int | None = None, older_than_s: float | None = None) -> int:
         """Drop expired blocks, those not used for ``older_than_s`` seconds, then as many as must go to leave at most

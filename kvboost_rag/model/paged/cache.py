@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,7 +34,7 @@ class PagedCache(KVCache):
         self._device_rows: torch.Tensor | None = None  # None: all of them
         self._places = torch.empty(0, dtype=torch.long)  # of those rows, in the pool
         self._host_rows: HostRows = []
-        self._gathered: tuple[torch.Tensor, tuple[int, ...], Located] | None = None
+        self._gathered: tuple[torch.Tensor, Hashable, Located] | None = None
 
     @property
     def whole(self) -> bool:
@@ -107,6 +107,27 @@ class PagedCache(KVCache):
             out.index_copy_(2, host_rows, segment.kv[layer].index_select(2, offsets).to(spec.device))
         return out[0], out[1]
 
+    @property
+    def host_length(self) -> int:
+        return self.table.host_tokens
+
+    @property
+    def layout(self) -> Hashable:
+        return (self.table.host_pages, *self.table.slots)
+
+    def places(self, positions: torch.Tensor) -> torch.Tensor:
+        return self._slots_of(positions).to(self.pool.spec.device)
+
+    def put(self, layer: int, places: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        self.pool.kv[layer, 0].index_copy_(1, places, keys)
+        self.pool.kv[layer, 1].index_copy_(1, places, values)
+
+    def _slots_of(self, positions: torch.Tensor) -> torch.Tensor:
+        """Places in the pool of ``positions [n]`` on the device; both on the CPU."""
+        size = self.table.page_tokens
+        slots = torch.tensor(self.table.slots, dtype=torch.long)
+        return slots[positions // size - self.table.host_pages] * size + positions % size
+
     def clear(self, positions: torch.Tensor) -> None:
         with self.lock:
             _, places, host = self._locate(positions)
@@ -118,9 +139,8 @@ class PagedCache(KVCache):
 
     def _located(self, positions: torch.Tensor) -> Located:
         """:meth:`_locate`, once for all layers: finding places waits for the device."""
-        lies = (self.table.host_pages, *self.table.slots)
-        if self._gathered is None or self._gathered[0] is not positions or self._gathered[1] != lies:
-            self._gathered = (positions, lies, self._locate(positions))
+        if self._gathered is None or self._gathered[0] is not positions or self._gathered[1] != self.layout:
+            self._gathered = (positions, self.layout, self._locate(positions))
         return self._gathered[2]
 
     def _locate(self, positions: torch.Tensor) -> Located:
@@ -129,8 +149,7 @@ class PagedCache(KVCache):
         at = positions.cpu()
         table, device = self.table, self.pool.spec.device
         first = int(torch.searchsorted(at, table.host_tokens))
-        pages = at[first:] // table.page_tokens - table.host_pages
-        places = torch.tensor(table.slots, dtype=torch.long)[pages] * table.page_tokens + at[first:] % table.page_tokens
+        places = self._slots_of(at[first:])
         host: HostRows = []
         for a, b, segment, offset in table.host_pieces(0, table.host_tokens):
             low, high = (int(i) for i in torch.searchsorted(at[:first], torch.tensor([a, b])))
@@ -153,13 +172,10 @@ class PagedCache(KVCache):
         return PagedPlan(self, positions, last_layer=last_layer)
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        own = self.pool.kv[layer]  # [2, Hkv, pool, D]
         if self._device_rows is None:
-            own[0].index_copy_(1, self._places, keys)
-            own[1].index_copy_(1, self._places, values)
+            self.put(layer, self._places, keys, values)
         elif self._device_rows.numel():
-            own[0].index_copy_(1, self._places, keys[:, self._device_rows])
-            own[1].index_copy_(1, self._places, values[:, self._device_rows])
+            self.put(layer, self._places, keys[:, self._device_rows], values[:, self._device_rows])
         if self._host_rows:
             self.pool.courier.quiet()
         for rows, segment, offsets in self._host_rows:

@@ -48,7 +48,8 @@ class Backend(Protocol):
         ...
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Enqueue a copy from host memory to the device on the copy stream."""
+        """Enqueue a copy from host memory to the device on the copy stream. ``target``: a slot, or a part of one.
+        Nothing here keeps ``source`` alive or locked until it has happened: whoever calls does."""
         ...
 
     def fetch(self, target: torch.Tensor, source: torch.Tensor) -> None:
@@ -58,6 +59,10 @@ class Backend(Protocol):
 
     def synchronize(self, event: Any) -> None:
         """The host waits for ``event`` as recorded last."""
+        ...
+
+    def happened(self, event: Any) -> bool:
+        """Whether ``event`` as recorded last is over (or was never recorded). Never waits."""
         ...
 
     def use(self, slot: torch.Tensor) -> None:

@@ -84,6 +84,9 @@ class CudaBackend:
     def synchronize(self, event: Any) -> None:
         event.synchronize()
 
+    def happened(self, event: Any) -> bool:
+        return bool(event.query())
+
     def use(self, slot: torch.Tensor) -> None:
         pass
 

@@ -8,6 +8,7 @@ what it replaces: a wait that is missing is found even where the data came out r
 
 from __future__ import annotations
 
+import ctypes
 import random
 import time
 from collections import deque
@@ -43,11 +44,25 @@ class _Slot:
     open: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class _Borrowed:
+    """Contiguous host memory that nobody is kept from giving back."""
+
+    address: int
+    dtype: torch.dtype
+    shape: torch.Size
+
+    def tensor(self) -> torch.Tensor:
+        nbytes = self.shape.numel() * self.dtype.itemsize
+        raw = torch.frombuffer((ctypes.c_ubyte * nbytes).from_address(self.address), dtype=torch.uint8)
+        return raw.view(self.dtype).view(self.shape)
+
+
 @dataclass(slots=True)
 class _Op:
     ticket: int
     target: torch.Tensor | None = None
-    source: torch.Tensor | None = None
+    source: torch.Tensor | _Borrowed | None = None
     event: VirtualEvent | None = None
 
 
@@ -55,7 +70,8 @@ class _Op:
 class VirtualBackend:
     """``order``: when copies run. ``check=False`` leaves only the poison. ``limit``: bytes of device memory.
     ``lock_each`` and ``lock_total``: bytes that one page-locking, and all together, may take; ``lock_new``: whether new
-    pinned memory is given. Not for threads: as the streamer, it is used under a lock."""
+    pinned memory is given. A copy from page-locked memory does not keep it alive: one that still waits when the memory
+    is unlocked is noted in ``races``. It is used under a lock, as the streamer; but for page-locking."""
 
     order: Literal["late", "early", "random"] = "late"
     seed: int = 0
@@ -67,6 +83,8 @@ class VirtualBackend:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     allocated: int = 0
     locked: int = 0
+    races: list[str] = field(default_factory=list)  # found where raising would reach nobody: in a finalizer
+    _locked: dict[int, int] = field(default_factory=dict)  # address → bytes
     _queue: deque[_Op] = field(default_factory=deque)
     _tickets: int = 0
     _done: int = 0
@@ -93,10 +111,17 @@ class VirtualBackend:
         if block.numel() > each or self.locked + block.numel() > total:
             return False
         self.locked += block.numel()
+        self._locked[block.data_ptr()] = block.numel()
         return True
 
     def unregister(self, block: torch.Tensor) -> None:
         self.locked -= block.numel()
+        start = block.data_ptr()
+        stop = start + self._locked.pop(start, 0)
+        for op in list(self._queue):
+            if isinstance(op.source, _Borrowed) and start <= op.source.address < stop:
+                op.source = op.source.tensor().clone()  # so that the process lives to tell
+                self.races.append("memory is unlocked while a copy from it may still run")
 
     def pinned(self, nbytes: int) -> torch.Tensor | None:
         return torch.empty(nbytes, dtype=torch.uint8) if self.lock_new else None
@@ -135,7 +160,14 @@ class VirtualBackend:
             raise RaceError("a copy may overwrite a slot that is still being read")
         slot.written, slot.open = self._clocks["copy"]["copy"], False
         target.fill_(POISON)  # from here on the copy may have begun
-        self._enqueue(_Op(0, target, source))
+        self._enqueue(_Op(0, target, self._borrowed(source)))
+
+    def _borrowed(self, source: torch.Tensor) -> torch.Tensor | _Borrowed:
+        """``source``; where it lies in page-locked memory, without keeping it alive: neither does a real device."""
+        first = source.data_ptr()
+        if not source.is_contiguous() or not any(a <= first < a + n for a, n in list(self._locked.items())):
+            return source
+        return _Borrowed(first, source.dtype, source.shape)
 
     def fetch(self, target: torch.Tensor, source: torch.Tensor) -> None:
         self._tick("copy")
@@ -148,6 +180,9 @@ class VirtualBackend:
 
     def synchronize(self, event: VirtualEvent) -> None:
         self.wait("compute", event)  # what the host enqueues from here on comes after the event as well
+
+    def happened(self, event: VirtualEvent) -> bool:
+        return event.clock is None or event.at is not None
 
     def use(self, slot: torch.Tensor) -> None:
         self._tick("compute")
@@ -167,7 +202,8 @@ class VirtualBackend:
         self._clocks[stream][stream] += 1
 
     def _slot(self, tensor: torch.Tensor) -> _Slot:
-        return self._slots.setdefault(tensor.data_ptr(), _Slot())
+        """The slot that ``tensor`` is, or is a part of."""
+        return self._slots.setdefault(tensor.untyped_storage().data_ptr(), _Slot())
 
     # -- the copy queue ------------------------------------------------------------------------------------------------
 
@@ -187,7 +223,7 @@ class VirtualBackend:
             op = self._queue.popleft()
             self._done = op.ticket
             if op.target is not None and op.source is not None:
-                op.target.copy_(op.source)
+                op.target.copy_(op.source.tensor() if isinstance(op.source, _Borrowed) else op.source)
             # An event that was recorded again since then belongs to its later record.
             if op.event is not None and op.event.ticket == op.ticket:
                 op.event.at = time.perf_counter()
