@@ -26,6 +26,8 @@ from kvboost_rag.model.adapter import ModelAdapter
 from kvboost_rag.model.load import load_model
 from kvboost_rag.plan import Budget, KVBudget, kv_budget
 from kvboost_rag.store.base import BlockStore
+from kvboost_rag.store.device import DeviceStore
+from kvboost_rag.store.device_tier import bytes_of, with_device
 from kvboost_rag.store.open import open_store
 from kvboost_rag.warmup import SourceChunk, WarmPlan, WarmProgress, WarmReport, plan, warm
 
@@ -52,6 +54,9 @@ class KVBoost(Answers):
         salt: tenant salt; the same text under another salt never hits.
         prefix_bytes: budget for KV of earlier requests (conversation turns, repeated prompts).
         memory_bytes, disk_bytes: budgets of the store's tiers.
+        store_vram: memory of the device for a tier in front of the store (``"2GiB"``, bytes, or a
+            :class:`~kvboost_rag.store.DeviceStore`): blocks that were used lie there, and composing is a copy inside
+            the device. Delete through :attr:`store`, which has the tier in front then. None: no such tier.
         tenant_bytes: most bytes of one tenant's blocks (see :func:`open_store`).
         keep_text: keep chunk texts in block headers (off: token ids alone).
         attn: kernel of plainly causal attention: ``"auto"`` (what works here), ``"flash-attn"``, ``"varlen"`` (torch's
@@ -79,7 +84,9 @@ class KVBoost(Answers):
     Raises:
         UnsupportedModelError: reuse is asked for and not proved for this architecture.
         StoreError: the store cannot be opened.
-        CapacityError: ``kv_vram`` is too small (the smallest that works is named), or the device has less.
+        CapacityError: ``kv_vram`` is too small (the smallest that works is named), or the device has less than it or
+            ``store_vram``.
+        UsageError: an option makes no sense, such as ``store_vram`` on a CPU.
     """
 
     def __init__(
@@ -104,6 +111,7 @@ class KVBoost(Answers):
         cost_model: bool = False,
         spot_check: float = 0.0,
         overlap: Literal["auto", False] = "auto",
+        store_vram: str | int | DeviceStore | None = None,
         carry: Carry = "auto",
         attn: str = "auto",
         kv_vram: str | int | KVBudget | None = None,
@@ -136,6 +144,8 @@ class KVBoost(Answers):
             keep_text=keep_text,
             compression=compression,
         )
+        if store_vram is not None and supported:
+            self.store = with_device(store_vram, self.store, self.adapter.spec.device, keep_text=keep_text)
         carrier = carrier_for(self.adapter, carry, kv_backend)
         if carrier is not None:
             self.store.keep_in(carrier.memory)
@@ -173,8 +183,9 @@ class KVBoost(Answers):
         """Load a model by hub id, local folder, ``.gguf`` file, or ``"smollm2"`` (the small embedded default).
 
         ``options`` are those of the constructor. ``vram`` (``"8GiB"``, bytes, ``"auto"``, or a
-        :class:`kvboost_rag.plan.Budget`) is how much GPU memory may be used: layers that do not fit are streamed from
-        host memory, see ``docs/big-models.md``; earlier requests' KV is then held only as far as ``prefix_bytes`` says.
+        :class:`kvboost_rag.plan.Budget`) is how much GPU memory may be used, ``store_vram`` included: layers that do
+        not fit are streamed from host memory, see ``docs/big-models.md``; earlier requests' KV is then held only as far
+        as ``prefix_bytes`` says.
         ``backend`` stands in for the CUDA device (tests).
 
         Raises:
@@ -200,6 +211,7 @@ class KVBoost(Answers):
             backend=backend,
             held=held,
             kv=None if kv is None else kv_budget(kv).nbytes,
+            stored=bytes_of(options.get("store_vram")),
         )
         return cls(loaded.model, loaded.tokenizer, store=store, name=loaded.name, **options)
 

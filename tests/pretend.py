@@ -55,6 +55,9 @@ class PretendTensor(torch.Tensor):
     is_cpu = property(lambda self: False)  # type: ignore[assignment]
     is_meta = property(lambda self: False)  # type: ignore[assignment]
 
+    def record_stream(self, stream: Any) -> None:
+        assert isinstance(stream, _Stream)
+
     def tolist(self) -> Any:
         return self.cpu().tolist()
 

@@ -52,6 +52,9 @@ def test_every_part_over_toy_shapes(part: str, scripts: Any, tmp_path: Path) -> 
     if part == "paged":
         assert found["paged"]["host_tokens"] > 0
         assert found["same_tokens"] == 32
+    if part == "reuse":
+        assert {"fast_vram", "balanced_vram", "floor"} <= set(found["2x32"]["over_floor"])
+        assert (found["2x32"]["tier"]["blocks"], found["2x32"]["tier"]["hits"]) == (2, 2 + 4 * 3), "all but the first"
     if part == "packing":
         assert found["counts"]["packed_chunks"] > 0
 

@@ -35,6 +35,12 @@ def _rate(ctx: click.Context, param: click.Parameter, value: float | None) -> fl
     help="KV in pages of this size, the rest in host memory; instead of --context.",
 )
 @click.option(
+    "--store-vram",
+    metavar="SIZE",
+    callback=common.parsed(common.parse_size),
+    help="A tier of the block store on the GPU.",
+)
+@click.option(
     "--host-memory",
     metavar="SIZE",
     callback=common.parsed(common.parse_size),
@@ -47,6 +53,7 @@ def command(
     bandwidth: float | None,
     context: int,
     kv_vram: int | None,
+    store_vram: int | None,
     host_memory: int | None,
     as_json: bool,
 ) -> None:
@@ -58,7 +65,7 @@ def command(
 
     weights = find_weights(model)
     pages = page_sizes(KVBudget(kv_vram), weights.kv_per_token, len(weights.layers)) if kv_vram is not None else None
-    plan = make_plan(weights, Budget(vram=vram, context=context, kv=kv_vram, host=host_memory))
+    plan = make_plan(weights, Budget(vram=vram, context=context, held=store_vram or 0, kv=kv_vram, host=host_memory))
     kv = f"pages with KV of {pages.tokens} tokens" if pages else f"KV of {context} tokens"
     links = [(bandwidth, "given")] if bandwidth else LINKS
     if as_json:
@@ -82,6 +89,7 @@ def _print_places(plan: Plan, kv: str) -> None:
         (f"{plan.slots} slots for {len(plan.streamed)} streamed layers", plan.slots * plan.slot_bytes),
         (f"output matrix{'' if plan.head_on_host else ' and norm'}{_embedding(plan)}", plan.dense_bytes),
         (kv, plan.kv_bytes),
+        *([("blocks of the store", plan.budget.held)] if plan.budget.held else []),
         ("workspace", plan.budget.workspace),
         ("driver, display, libraries", plan.budget.reserve),
         ("GPU total", plan.device_bytes),

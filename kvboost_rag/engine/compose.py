@@ -35,8 +35,10 @@ def lay(cache: KVCache, start: int, end: int, kv: torch.Tensor, rope: RopeTable,
             for i in range(0, target.shape[0], step):
                 into, source = target[i : i + step], kv[i : i + step, :, :, a - start : b - start]
                 if source.device != into.device:
-                    # Page-locked memory may be given back while a copy that nobody waits for still reads it.
-                    source = source.to(into.device, non_blocking=not source.is_pinned())
+                    # Only on a device does what reads the copy come behind it by itself; and page-locked memory may be
+                    # given back while a copy that nobody waits for still reads it.
+                    free = into.device.type != "cpu" and not source.is_pinned()
+                    source = source.to(into.device, non_blocking=free)
                 rope.rotate_into(into[:, 0], source[:, 0], a)
                 into[:, 1].copy_(source[:, 1])
         cache.length = max(cache.length, end)

@@ -63,8 +63,9 @@ class CostModel:
     def __init__(self, adapter: ModelAdapter, store: BlockStore, *, overlap: bool = True) -> None:
         self.adapter = adapter
         self.store = store
-        tiers = getattr(store, "tiers", [store])
-        self._overlapped = {i for i, tier in enumerate(tiers) if overlap and tier.arrives}  # tiers read meanwhile
+        self._overlapped = {
+            i for i, tier in enumerate(store.levels()) if overlap and tier.arrives
+        }  # tiers read meanwhile
         self.forward = Curve()  # by rows, see _work
         self.load: dict[int, Curve] = {}  # tier → by tokens
         self.choose: dict[str, Curve] = {}  # recipe → by rows
@@ -247,7 +248,7 @@ def machine_name(adapter: ModelAdapter, store: BlockStore) -> str:
     """The manifest entry of this model and these tiers on this kind of machine; no host name in it."""
     device = adapter.spec.device
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    tiers = ",".join(type(tier).__name__ for tier in getattr(store, "tiers", [store]))
+    tiers = ",".join(type(tier).__name__ for tier in store.levels())
     parts = (
         _cpu_name(),
         where,

@@ -96,6 +96,7 @@ class ChunkEncoder:
         tags: Sequence[str] = (),
     ) -> list[Block]:
         """One forward over several chunks, packed or right-padded to the longest; returns their blocks, on the CPU.
+        Where the store has a tier on this device, they are there as well, as far as it has room.
 
         Raises:
             UsageError: a chunk is empty or longer than :attr:`max_chunk_tokens`.
@@ -110,7 +111,9 @@ class ChunkEncoder:
         started = time.perf_counter()
         with self.adapter.lock, torch.inference_mode():
             views = (self._packed if self.packs else self._padded)(chunks, context)
+        near = self._near(views)
         computed = [view.to("cpu", copy=True).contiguous() for view in views]
+        del views
         cost = (time.perf_counter() - started) / sum(lengths)  # by now a device has really done it
         blocks = []
         for i, (ids, own) in enumerate(zip(chunks, computed, strict=True)):
@@ -120,8 +123,27 @@ class ChunkEncoder:
                     hint='load it with dtype="bfloat16" or "float32"',
                 )
             header = self._header(context, texts[i] if i < len(texts) else "", tags, cost * len(ids))
-            blocks.append(Block(own, tuple(ids), header))
+            blocks.append(Block(own, tuple(ids), header, device_kv=near[i]))
         return blocks
+
+    def _near(self, views: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+        """What the store's tier on this device may keep of ``views`` as it is; None where it must not, or has no room.
+        The copies to host memory that follow wait for these: they can be read from any stream then."""
+        near: list[torch.Tensor | None] = [None] * len(views)
+        if self.store.device != self.adapter.spec.device or self.store.compression != "none":
+            return near  # what is rounded comes back with other values
+        if len(views) == 1:
+            return [views[0].contiguous()]
+        room = self.store.device_room(self.salt)
+        for i, view in enumerate(views):
+            room -= view.nbytes
+            if room < 0:
+                break
+            try:
+                near[i] = view.clone(memory_format=torch.contiguous_format)
+            except torch.OutOfMemoryError:
+                break
+        return near
 
     def _header(self, context: str, text: str, tags: Sequence[str], cost_s: float) -> BlockHeader:
         which = self._contexts[context]
@@ -164,7 +186,7 @@ class ChunkEncoder:
         captured = self.adapter.encode_packed(ids, positions, lengths, context_kv)
         self.adapter.encoded.note(len(chunks), 0, packed=True)
         table = self.adapter.rope.at(positions, back=True)
-        kv = self._collect(captured, lambda keys: turn(keys, table))[:, :, 0].to("cpu")  # [L, 2, Hkv, T, D]
+        kv = self._collect(captured, lambda keys: turn(keys, table))[:, :, 0]  # [L, 2, Hkv, T, D]
         return list(kv.split(lengths, dim=3))
 
     def _collect(self, captured: CaptureCache, unrotate: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:

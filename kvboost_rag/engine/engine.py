@@ -207,7 +207,9 @@ class Engine:
         if entry is not None:
             self.prefixes.add(entry)
         with report.stage("store"):
-            report.stored_tokens = 0 if request.cancel.cancelled else store_missed(self.prefiller.finder, prepared)
+            if not request.cancel.cancelled:
+                prepared.used.promote(self.store)
+                report.stored_tokens = store_missed(self.prefiller.finder, prepared)
             if self.costs is not None and prepared.deal is not None and not request.cancel.cancelled:
                 self.costs.after(prompt, prepared.deal)
         if watch and self.spot:

@@ -38,7 +38,9 @@ def store_missed(finder: BlockFinder, prepared: Prepared) -> int:
         except ModelError as error:  # the answer is there already
             log.warning("a chunk was not stored: %s", error)
             continue
+        since = store.deletions
         if store.put(block):
+            store.promote([block], since)
             encoder.register([(segment.text, block.key)])
             stored += len(ids)
     return stored
@@ -46,7 +48,13 @@ def store_missed(finder: BlockFinder, prepared: Prepared) -> int:
 
 def _bring_near(store: BlockStore, key: str) -> bool:
     """Whether the store has ``key``; if so, in its nearest tier from now on."""
-    return store.contains(key) and (store.tier_of(key) == 0 or isinstance(store.get(key), Block))
+    if not store.contains(key) or store.tier_of(key) == 0:
+        return store.contains(key)
+    since = store.deletions
+    found = store.get(key)
+    if isinstance(found, Block):
+        store.promote([found], since)
+    return isinstance(found, Block)
 
 
 def held_entry(

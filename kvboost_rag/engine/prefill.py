@@ -31,6 +31,7 @@ from kvboost_rag.engine.repair import (
 from kvboost_rag.engine.report import ChunkReport, Report
 from kvboost_rag.engine.shift import Shifter
 from kvboost_rag.engine.spread import Lesson, Spreader
+from kvboost_rag.engine.used import Used
 from kvboost_rag.model.adapter import ModelAdapter
 from kvboost_rag.model.cache import ForwardCut, KVCache, Reviser
 from kvboost_rag.store.arriving import ArrivingBlock
@@ -47,6 +48,7 @@ class Prepared:
     missed: list[Segment] = field(default_factory=list)
     skipped: list[Segment] = field(default_factory=list)  # not looked up: recomputing is cheaper
     deal: Deal | None = None  # what a cost model thought of it
+    used: Used = field(default_factory=Used)  # for the store's tier in front
     plain_cache: Any = None  # the model's own cache, where ours cannot serve
 
 
@@ -77,6 +79,7 @@ class Prefiller:
         """
         done = hit.num_tokens if hit is not None else 0
         report.prompt_tokens = prompt.num_tokens
+        used = Used(self.finder.store.deletions)
         with report.stage("lookup"):
             deal = self._weigh(costs, prompt, done, repair)
             found = self._find(prompt, done, deal)
@@ -91,6 +94,7 @@ class Prefiller:
                 except ForwardCut:
                     found = self._go_without(found, arrivals, cache, report)
         arrivals.check()
+        used.note(found, self.finder.store)
         repaired = choice.positions
         self._note_chunks(prompt, done, found, set(repaired), report)
         if costs is not None and deal is not None and not report.vain_tokens:
@@ -101,8 +105,8 @@ class Prefiller:
         reused = sum(s.end - s.start for s in spans) - len({*repaired, *_last_in(spans, prompt.num_tokens - 1)})
         self._note_counts(report, cache, done, reused, repaired, exact)
         missed = [f.segment for f in found if f.block is None]
-        skipped = deal is not None and deal.skip
-        return Prepared(prompt, cache, logits, exact, [] if skipped else missed, missed if skipped else [], deal=deal)
+        skipped = missed if deal is not None and deal.skip else []
+        return Prepared(prompt, cache, logits, exact, [] if skipped else missed, skipped, deal, used)
 
     def _fill(
         self,

@@ -52,6 +52,7 @@ class Block:
     header: BlockHeader
     key: str = field(default="")
     packed: Packed | None = field(default=None, repr=False, compare=False)  # what ``kv`` was unpacked from
+    device_kv: torch.Tensor | None = field(default=None, repr=False, compare=False)  # ``kv``, where it was computed
 
     def __post_init__(self) -> None:
         if self.kv.dim() != 5 or self.kv.shape[1] != 2 or self.kv.shape[3] != len(self.token_ids):

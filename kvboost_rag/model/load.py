@@ -64,6 +64,7 @@ def load_model(
     backend: Backend | None = None,
     held: tuple[int, int] = (0, 0),
     kv: int | None = None,
+    stored: int = 0,
 ) -> LoadedModel:
     """Load ``name``: a hub id, a local folder, a ``.gguf`` file, or ``"smollm2"``.
 
@@ -72,7 +73,8 @@ def load_model(
 
     ``vram`` (``"8GiB"``, bytes, ``"auto"`` or a :class:`~kvboost_rag.plan.Budget`) bounds the GPU memory: layers beyond
     it stay in host memory and are streamed. ``held`` are (bytes, tokens of KV) that the caller keeps there besides,
-    ``kv`` the bytes of its pages, if requests' KV is paged. ``backend`` puts another device in place of CUDA (tests).
+    ``kv`` the bytes of its pages, if requests' KV is paged, ``stored`` those of the store's tier. ``backend`` puts
+    another device in place of CUDA (tests).
 
     Raises UnknownOptionError and UsageError (dtype, device), ModelNotFoundError (nothing there), CheckpointError
     (damaged or incomplete), UnsupportedModelError (not a causal model, or its quantisation library is missing),
@@ -83,7 +85,7 @@ def load_model(
     source = resolve_source(name)
     streaming = None
     if vram is not None:
-        streaming = _streaming(source, vram, target, backend, held, kv)
+        streaming = _streaming(source, vram, target, backend, held, kv, stored)
         target = streaming[1].device
     if isinstance(source, Path) and source.suffix == ".gguf":
         model, tokenizer, digest = load_gguf(source, wanted or _gguf_dtype(target))
@@ -107,6 +109,7 @@ def _streaming(
     backend: Backend | None,
     held: tuple[int, int],
     kv: int | None,
+    stored: int,
 ) -> tuple[Budget, Backend]:
     from kvboost_rag.model.streaming.load import choose_backend, resolve_budget
 
@@ -116,7 +119,7 @@ def _streaming(
     budget = resolve_budget(vram, chosen)
     held_bytes, held_tokens = budget.held or held[0], budget.held_tokens or held[1]
     kv = kv if budget.kv is None else budget.kv
-    return replace(budget, held=held_bytes, held_tokens=held_tokens, kv=kv), chosen
+    return replace(budget, held=held_bytes + stored, held_tokens=held_tokens, kv=kv), chosen
 
 
 def resolve_dtype(dtype: str | torch.dtype) -> torch.dtype | None:

@@ -25,8 +25,8 @@ class Budget:
     """What may be used. Sizes in bytes (``vram`` also as text, ``"8GiB"``).
 
     ``context`` tokens of KV are planned for; ``reserve`` is taken by the driver, the display and cuBLAS;
-    ``workspace`` by activations and scratch; ``held`` by KV that is kept after a request (``prefix_bytes``), and
-    ``held_tokens`` by KV that is always there (the context that chunks are computed after);
+    ``workspace`` by activations and scratch; ``held`` by KV that is kept (``prefix_bytes``; ``store_vram`` is
+    added to it), and ``held_tokens`` by KV that is always there (the context that chunks are computed after);
     ``kv``: the pages of a ``kv_vram=`` take this much instead of what ``context`` would (None: no pages);
     ``slots`` are the buffers that streamed layers pass through. ``host``: memory of the machine (None: not checked).
     """

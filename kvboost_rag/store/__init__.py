@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from kvboost_rag.store.base import REASONS, BlockStore, Miss, Problem, StoreStats
+from kvboost_rag.store.device import DeviceStore
+from kvboost_rag.store.device_tier import DeviceTieredStore
 from kvboost_rag.store.disk import DiskStore
 from kvboost_rag.store.memory import MemoryStore
 from kvboost_rag.store.null import NullStore
@@ -13,6 +15,8 @@ from kvboost_rag.store.tiered import TieredStore
 __all__ = [
     "REASONS",
     "BlockStore",
+    "DeviceStore",
+    "DeviceTieredStore",
     "DiskStore",
     "MemoryStore",
     "Miss",

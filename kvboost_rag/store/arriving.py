@@ -55,6 +55,7 @@ class ArrivingBlock:
         self._unread = set(range(self.num_layers))
         self._listeners: list[Ended] = []
         self._over = False
+        self.whole: Block | None = None  # once :meth:`finish` gave it
 
     @property
     def kv(self) -> torch.Tensor:
@@ -88,19 +89,20 @@ class ArrivingBlock:
 
     def finish(self) -> Block | None:
         """The whole block, once every layer was read: now it counts as a hit, and moves to faster tiers. None where it
-        was lost or abandoned."""
+        was lost or abandoned, and the second time."""
         with self._lock:
             if self._unread or self._over:
                 return None
-        block = self._source.whole()
+        self.whole = block = self._source.whole()
         self._end(block)
         return block
 
     def abandon(self) -> None:
         """Nobody wants the rest: reads that wait end soon. Without effect on what is whole or lost."""
         with self._lock:
-            over, self._over = self._over, True
-        if not over:
+            done = self._over or not self._unread
+            self._over = self._over or not done
+        if not done:
             self._leave()
 
     def _end(self, result: Block | Miss) -> None:

@@ -19,6 +19,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import torch
+
 from kvboost_rag.errors import UsageError
 from kvboost_rag.kv.block import Block
 from kvboost_rag.kv.layers import LayeredBlock
@@ -116,6 +118,12 @@ class BlockStore(ABC):
     #: Whether :meth:`prune` works here.
     prunable: bool = False
 
+    #: Where the nearest tier keeps blocks, if that is not host memory: what is handed out may lie there.
+    device: torch.device | None = None
+
+    #: How often something was deleted, for :meth:`promote`.
+    deletions: int = 0
+
     @abstractmethod
     def get(self, key: str) -> Block | Miss:
         """The block under ``key``, verified, or why not. Does not modify stored data, except to set damage aside
@@ -133,6 +141,20 @@ class BlockStore(ABC):
     def tier_of(self, key: str) -> int:
         """The number of the tier that a look-up of ``key`` would probably be served from, the nearest is 0. Cheap: the
         last tier is not asked, so it also stands for "nowhere"."""
+        return 0
+
+    def levels(self) -> list[BlockStore]:
+        """The stores that a look-up goes through, the nearest first, as :meth:`tier_of` counts them."""
+        return [self]
+
+    def device_room(self, salt: str) -> int:
+        """Bytes that a tier on :attr:`device` takes under ``salt`` before somebody has to go; 0 where there is none."""
+        return 0
+
+    def promote(self, blocks: Iterable[Block], since: int, used: Iterable[str] = ()) -> int:
+        """Bring ``blocks``, which were looked up here, to a tier in front that takes them later because it takes time:
+        called when the answer is there. ``since`` are the :attr:`deletions` before the look-up; ``used`` are keys of
+        the same request that are in front already, and are not driven out. The number of blocks that moved."""
         return 0
 
     @abstractmethod

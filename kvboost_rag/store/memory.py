@@ -6,20 +6,14 @@ import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
-
-import torch
 
 from kvboost_rag.errors import UsageError
-from kvboost_rag.keys import block_key
-from kvboost_rag.kv.block import Block, BlockHeader
+from kvboost_rag.kv.block import Block
 from kvboost_rag.kv.choice import parse_compression
-from kvboost_rag.kv.compress import unpacked
-from kvboost_rag.kv.memory import within_memory
-from kvboost_rag.kv.quantize import Packed
 from kvboost_rag.store.anchors import AnchorIndex
 from kvboost_rag.store.base import Allocate, BlockStore, Miss, Problem, StoreStats
 from kvboost_rag.store.counters import Counters, admit
+from kvboost_rag.store.held import Held
 from kvboost_rag.store.policy import PINNED_SHARE, check_quota, check_ttl, is_expired
 
 DEFAULT_MEMORY_BYTES = 2 << 30
@@ -40,6 +34,8 @@ class MemoryStore(BlockStore):
     Raises:
         UsageError: an argument makes no sense.
     """
+
+    kind = "memory"  # in stats
 
     def __init__(
         self,
@@ -65,7 +61,7 @@ class MemoryStore(BlockStore):
         self.keep_text = keep_text
         self._allocate = allocate
         self._lock = threading.RLock()
-        self._blocks: OrderedDict[str, _Held] = OrderedDict()  # oldest use first
+        self._blocks: OrderedDict[str, Held] = OrderedDict()  # oldest use first
         self._pinned: dict[str, int] = {}  # key → bytes
         self._bytes = 0
         self._held: Counter[str] = Counter()  # salt → bytes
@@ -83,10 +79,13 @@ class MemoryStore(BlockStore):
             self.delete(key)
             return self._counters.result(Miss("expired", f"older than {self.ttl_s:g} s"))
         try:
-            block = held.block(key)
+            block = self._lend(key, held)
         except MemoryError:
             return self._counters.result(Miss("unavailable", "out of memory"))
         return self._counters.result(block, time.perf_counter() - started)
+
+    def _lend(self, key: str, held: Held) -> Block:
+        return held.block(key)
 
     def put(self, block: Block) -> bool:
         started = time.perf_counter()
@@ -95,22 +94,35 @@ class MemoryStore(BlockStore):
                 self._blocks.move_to_end(block.key)
                 return True
         try:
-            held = _Held.of(admit(block, keep_text=self.keep_text, compression=self.compression), self.compression)
+            held = Held.of(admit(block, keep_text=self.keep_text, compression=self.compression), self.compression)
         except MemoryError as error:
             return self._counters.unfit(error)
         limit = min(self.limit_bytes, self.tenant_bytes or self.limit_bytes)
         if held.nbytes > limit:
             return self._counters.skip("too large", f"{held.nbytes} bytes do not fit the memory limit of {limit}")
+        return self._take(block, held, started)
+
+    def _take(self, block: Block, held: Held, started: float) -> bool:
+        """Keep ``block``, which may be kept as ``held``, in memory of our own."""
         try:
             held = held.owned(self._allocate)  # may copy: outside of the lock
         except MemoryError as error:
             return self._counters.unfit(error)
         with self._lock:
-            return self._insert(block.key, held, time.perf_counter() - started)
+            return self._insert(block.key, held, started)
 
-    def _insert(self, key: str, held: _Held, seconds: float) -> bool:
+    def _insert(self, key: str, held: Held, started: float) -> bool:
         if key in self._blocks:  # another thread was faster
             return True
+        if not self._make_room(held):
+            return False
+        self._blocks[key] = held
+        self._bytes += held.nbytes
+        self._held[held.header.salt] += held.nbytes
+        return self._counters.wrote(time.perf_counter() - started)
+
+    def _make_room(self, held: Held) -> bool:
+        """Drop blocks until ``held`` fits; False, and counted, where pinned ones are in the way."""
         salt = held.header.salt
         while self.tenant_bytes is not None and self._held[salt] + held.nbytes > self.tenant_bytes:
             if not self._evict(salt):
@@ -118,10 +130,7 @@ class MemoryStore(BlockStore):
         while self._bytes + held.nbytes > self.limit_bytes:
             if not self._evict():
                 return self._counters.skip("pins", "pinned blocks fill the memory limit")
-        self._blocks[key] = held
-        self._bytes += held.nbytes
-        self._held[salt] += held.nbytes
-        return self._counters.wrote(seconds)
+        return True
 
     def _evict(self, salt: str | None = None) -> bool:
         """Drop the least recently used block, of a tenant if given. False if only pinned ones are left."""
@@ -175,13 +184,18 @@ class MemoryStore(BlockStore):
                     count += 1
         return count
 
-    def _may_pin(self, key: str, held: _Held) -> bool:
+    def _may_pin(self, key: str, held: Held) -> bool:
         """Whether all pinned blocks, and the tenant's, stay within their shares with this one."""
         others = {pinned: size for pinned, size in self._pinned.items() if pinned != key}
         if sum(others.values()) + held.nbytes > self.limit_bytes * PINNED_SHARE:
             return False
         own = sum(size for pinned, size in others.items() if self._blocks[pinned].header.salt == held.header.salt)
         return self.tenant_bytes is None or own + held.nbytes <= self.tenant_bytes * PINNED_SHARE
+
+    def size_of(self, keys: Iterable[str]) -> int:
+        """Bytes of those of ``keys`` that are here."""
+        with self._lock:
+            return sum(held.nbytes for key in set(keys) if (held := self._blocks.get(key)) is not None)
 
     def tenant_usage(self, salt: str) -> int:
         """Bytes of the blocks under ``salt``."""
@@ -198,7 +212,7 @@ class MemoryStore(BlockStore):
             return iter(list(self._blocks))
 
     def stats(self) -> StoreStats:
-        stats = self._counters.stats("memory")
+        stats = self._counters.stats(self.kind)
         with self._lock:
             stats.blocks, stats.bytes, stats.pinned = len(self._blocks), self._bytes, len(self._pinned)
             stats.tenants = sum(size > 0 for size in self._held.values())
@@ -212,17 +226,21 @@ class MemoryStore(BlockStore):
         with self._lock:
             wrong = [key for key, held in self._blocks.items() if held.derived_key() != key]
         problems = [Problem("mismatch", key, "contents lead to another key", fix and self.delete(key)) for key in wrong]
-        return problems + [Problem("anchors", "memory", text, fix) for text in self.anchors.check(fix)]
+        return problems + [Problem("anchors", self.kind, text, fix) for text in self.anchors.check(fix)]
 
     def clear(self) -> int:
         with self._lock:
-            dropped = len(self._blocks)
-            self._blocks.clear()
-            self._pinned.clear()
-            self._held.clear()
+            dropped = self._drop_blocks()
             self._meta.clear()
-            self._bytes = 0
         self.anchors.clear()
+        return dropped
+
+    def _drop_blocks(self) -> int:
+        dropped = len(self._blocks)
+        self._blocks.clear()
+        self._pinned.clear()
+        self._held.clear()
+        self._bytes = 0
         return dropped
 
     def get_meta(self, name: str) -> bytes | None:
@@ -237,50 +255,3 @@ class MemoryStore(BlockStore):
         with self._lock:
             self._meta[name] = bytes(value)
         return True
-
-
-@dataclass(frozen=True, slots=True)
-class _Held:
-    """A block as it lies in memory: its tensor, or its compressed form."""
-
-    contents: torch.Tensor | Packed
-    token_ids: tuple[int, ...]
-    header: BlockHeader
-
-    @staticmethod
-    def of(block: Block, compression: str) -> _Held:
-        packed = block.packed if compression != "none" else None  # else unpacked once, for fast hits
-        return _Held(block.kv if packed is None else packed, block.token_ids, block.header)
-
-    @property
-    def nbytes(self) -> int:
-        return self.contents.nbytes
-
-    def derived_key(self) -> str:
-        return block_key(self.header.fingerprint, self.header.context, self.token_ids, self.header.salt)
-
-    def block(self, key: str) -> Block:
-        if isinstance(self.contents, Packed):
-            return unpacked(self.contents, self.token_ids, self.header, key)
-        return Block(self.contents, self.token_ids, self.header, key)
-
-    @within_memory()
-    def owned(self, allocate: Allocate | None) -> _Held:
-        """The same with memory that pins no more than its own bytes (a slice would keep the whole of what it was cut
-        from alive, uncounted) and is host memory, such as a device copies from fast where ``allocate`` gives it."""
-        if isinstance(self.contents, Packed):
-            return replace(self, contents=replace(self.contents, data=_own(self.contents.data)))
-        return replace(self, contents=_own(self.contents, allocate))
-
-
-def _own(tensor: torch.Tensor, allocate: Allocate | None = None) -> torch.Tensor:
-    own = tensor.detach()
-    if allocate is not None and not (own.is_pinned() and _is_tight(own)):
-        return allocate(own.nbytes).view(own.dtype).view(own.shape).copy_(own)
-    own = own.cpu().contiguous()
-    return own if _is_tight(own) else own.clone()
-
-
-def _is_tight(tensor: torch.Tensor) -> bool:
-    """Whether hardly more memory than its own is kept alive by it."""
-    return tensor.untyped_storage().nbytes() <= tensor.nbytes + tensor.nbytes // 4 + 4096

@@ -48,7 +48,7 @@ class TieredStore(BlockStore):
         self.prunable = any(tier.prunable for tier in self.tiers)
         self.arrives = any(tier.arrives for tier in self.tiers)
         self._counters = Counters()
-        self._deletions = 0  # blocks that were on their way when something was deleted do not move up
+        self.deletions = 0  # blocks that were on their way when something was deleted do not move up
 
     def get(self, key: str) -> Block | Miss:
         return self.get_many([key])[0]
@@ -72,7 +72,7 @@ class TieredStore(BlockStore):
                 if isinstance(result, Block):
                     self._spread(result, depth)
                 elif isinstance(result, ArrivingBlock):
-                    result.then(partial(self._arrived, depth, self._deletions))
+                    result.then(partial(self._arrived, depth, self.deletions))
                 found[key] = _better(found.get(key), result)
             open_keys = [key for key in open_keys if isinstance(found[key], Miss)]
             if not open_keys:
@@ -82,7 +82,7 @@ class TieredStore(BlockStore):
 
     def _arrived(self, depth: int, deletions: int, result: Block | Miss, seconds: float) -> None:
         self._counters.result(result, seconds)
-        if isinstance(result, Block) and deletions == self._deletions:
+        if isinstance(result, Block) and deletions == self.deletions:
             self._spread(result, depth)
 
     def layers(self, key: str) -> LayeredBlock | Miss:
@@ -143,11 +143,18 @@ class TieredStore(BlockStore):
         return self._waits(key) or any(tier.contains(key) for tier in self.tiers)
 
     def tier_of(self, key: str) -> int:
-        near = (depth for depth, tier in enumerate(self.tiers[:-1]) if tier.contains(key))
-        return next(near, len(self.tiers) - 1)
+        before = 0
+        for tier in self.tiers[:-1]:
+            if tier.contains(key):
+                return before + tier.tier_of(key)
+            before += len(tier.levels())
+        return before + self.tiers[-1].tier_of(key)
+
+    def levels(self) -> list[BlockStore]:
+        return [level for tier in self.tiers for level in tier.levels()]
 
     def delete(self, key: str) -> bool:
-        self._deletions += 1
+        self.deletions += 1
         waited = self._queue is not None and self._queue.drop(key)
         return any([tier.delete(key) for tier in self.tiers]) or waited
 
@@ -163,7 +170,7 @@ class TieredStore(BlockStore):
             tier.keep_in(allocate)
 
     def delete_tagged(self, tag: str) -> int:
-        self._deletions += 1
+        self.deletions += 1
         waiting = self._queue.tagged(tag) if self._queue is not None else []
         dropped = sum([self.delete(key) for key in waiting])
         return dropped + max([tier.delete_tagged(tag) for tier in self.tiers])
@@ -194,8 +201,8 @@ class TieredStore(BlockStore):
 
     def _summed(self, tiers: list[StoreStats]) -> StoreStats:
         stats = self._counters.stats("tiered")
-        stats.tiers = tiers
-        last = stats.tiers[-1]
+        stats.tiers = [level for tier in tiers for level in tier.tiers or [tier]]
+        last = tiers[-1]
         stats.blocks, stats.bytes, stats.limit_bytes = last.blocks, last.bytes, last.limit_bytes
         stats.known_chunks, stats.evictions = last.known_chunks, last.evictions
         stats.pinned, stats.policy, stats.ttl_s = last.pinned, last.policy, last.ttl_s
@@ -208,7 +215,7 @@ class TieredStore(BlockStore):
         return [problem for tier in self.tiers for problem in tier.check(fix)]
 
     def clear(self) -> int:
-        self._deletions += 1
+        self.deletions += 1
         if self._queue is not None:
             self._queue.clear()
         return max([tier.clear() for tier in self.tiers])

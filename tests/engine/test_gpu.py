@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +11,18 @@ import pytest
 import torch
 
 from kvboost_rag import KVBoost, Repair
+from kvboost_rag.errors import CapacityError
 from kvboost_rag.kv.block import Block
 from kvboost_rag.model import packed
 from kvboost_rag.model.kernels import choose_kernel
 from kvboost_rag.model.packed import Segments, choose_packed, one_by_one
 from kvboost_rag.model.paged import partial
 from kvboost_rag.plan import KVBudget
+from kvboost_rag.store import DeviceStore, Miss
 from tests.engine.helpers import DOCS, chat, plain_ids, prepared
 from tests.engine.slow_store import SlowStore
 from tests.paged.helpers import PAGE, least_budget
+from tests.store.blocks import make_block
 from tests.tiny import save_tiny
 
 pytestmark = pytest.mark.gpu
@@ -115,6 +119,93 @@ def test_blocks_that_come_in_while_the_forward_runs(paged: bool, tmp_path: Path)
         assert ours.logits is not None
         assert theirs.logits is not None
         assert close(ours.logits, theirs.logits, 1e-3), repair
+
+
+@pytest.mark.parametrize(("dtype", "paged"), [("float32", False), ("float32", True), ("bfloat16", False)])
+def test_blocks_that_lie_on_the_device(dtype: str, paged: bool, tmp_path: Path) -> None:
+    """Kept where they were computed, promoted from below after an answer, and the same answers from either."""
+    plain = engine_of(tmp_path, "llama", dtype)
+    below, near = SlowStore(), DeviceStore(64 << 20, "cuda")
+    engine = KVBoost.from_pretrained(
+        tmp_path, device="cuda", dtype=dtype, store=below, filler_tokens=48, prefix_bytes=0, store_vram=near,
+        kv_vram=least_budget(plain) if paged else None,
+    )  # fmt: skip
+    for e in (plain, engine):
+        e.warm(DOCS)
+    assert near.stats().blocks == len(DOCS), "none of them was looked up"
+    for warm in (True, False):
+        if not warm:
+            near.clear()
+            engine.generate(chat(), max_new_tokens=2)
+        below.read.clear()
+        for key in near.keys():
+            block = near.get(key)
+            assert not isinstance(block, Miss)
+            assert block.kv.device == engine.adapter.spec.device
+        for repair in ("fast", "balanced", "faithful"):
+            ours, theirs = (e.score(chat(), [40, 50, 60], repair=repair, logits=True) for e in (engine, plain))
+            assert ours.logits is not None
+            assert theirs.logits is not None
+            assert close(ours.logits, theirs.logits, 1e-3 if dtype == "float32" else 5e-2), repair
+        assert below.read == []
+    assert near.stats().blocks == len(DOCS)
+
+
+real = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs streams and an allocator of a device")
+
+
+@real
+def test_a_size_makes_a_tier_on_the_models_device(tmp_path: Path) -> None:
+    engine_of(tmp_path, "llama", "float32").close()
+    options: dict[str, Any] = {"device": "cuda", "store": "memory", "filler_tokens": 48, "prefix_bytes": 0}
+    with KVBoost.from_pretrained(tmp_path, store_vram="64MiB", **options) as engine:
+        near = engine.store.levels()[0]
+        assert (near.device, near.stats().limit_bytes) == (engine.adapter.spec.device, 64 << 20)
+        engine.warm(DOCS)
+        assert engine.generate(chat(), max_new_tokens=2).report.hits == near.stats().hits == len(DOCS)
+    with pytest.raises(CapacityError):
+        KVBoost.from_pretrained(tmp_path, store_vram="1024GiB", **options)
+
+
+@real
+def test_a_full_device_keeps_nothing_and_goes_on() -> None:
+    store, block = DeviceStore(1 << 40, "cuda"), make_block(1, tokens=4096, layers=32, heads=8, head_dim=64)
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + (32 << 20)) / total)
+    try:
+        assert not store.put(block)
+        assert store.put(make_block(2))
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert isinstance(store.get(block.key), Miss)
+    assert (store.stats().blocks, store.stats().skipped_writes) == (1, 1)
+    assert store.put(block)
+
+
+@real
+def test_other_streams_wait_for_the_copy_and_their_memory_is_not_given_away() -> None:
+    """Put on a stream that is busy, read on another one, deleted at once: what is read is the block."""
+    store, side = DeviceStore(1 << 28, "cuda"), torch.cuda.Stream()
+    block = make_block(1, tokens=512, layers=8, heads=4, head_dim=64)
+    expected = block.kv.cuda()
+    for _ in range(20):
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(20_000_000)
+            whole = torch.cat([block.kv.cuda(non_blocking=True)] * 2, 3)  # a slice: copied, behind all that
+            assert store.put(replace(block, device_kv=whole[:, :, :, :512]))
+            del whole
+            junk = [torch.full_like(expected, float("nan")) for _ in range(2)]
+        found = store.get(block.key)
+        assert not isinstance(found, Miss)
+        torch.cuda._sleep(20_000_000)
+        read = found.kv.clone()
+        store.delete(block.key)
+        del found, junk
+        with torch.cuda.stream(side):
+            junk = [torch.full_like(expected, float("nan")) for _ in range(4)]
+        assert torch.equal(read, expected)
+        del junk
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -18,6 +18,8 @@ from kvboost_rag.model.streaming.virtual import VirtualBackend
 from kvboost_rag.store import (
     REASONS,
     BlockStore,
+    DeviceStore,
+    DeviceTieredStore,
     DiskStore,
     MemoryStore,
     Miss,
@@ -26,6 +28,7 @@ from kvboost_rag.store import (
     open_store,
 )
 from tests.store.blocks import make_block, same
+from tests.store.device import LateMemory
 
 Make = Callable[[int], BlockStore]  # from a limit in bytes of what is stored
 
@@ -38,6 +41,18 @@ MAKERS: dict[str, Callable[[Path], Make]] = {
     "disk, zstd": lambda folder: lambda limit: DiskStore(folder, limit, compression="zstd"),
     "disk, quotas": lambda folder: lambda limit: DiskStore(folder, limit, tenant_bytes=limit),
     "tiered": lambda folder: lambda limit: TieredStore([MemoryStore(limit), DiskStore(folder, limit)]),
+    "device": lambda folder: lambda limit: DeviceStore(limit, LateMemory()),
+    "device, memory": lambda folder: (
+        lambda limit: DeviceTieredStore(DeviceStore(limit, LateMemory()), MemoryStore(limit))
+    ),
+    "device, memory, disk": lambda folder: (
+        lambda limit: DeviceTieredStore(
+            DeviceStore(limit, LateMemory()), TieredStore([MemoryStore(limit), DiskStore(folder, limit)])
+        )
+    ),
+    "disk behind a device that holds nothing": lambda folder: (
+        lambda limit: DeviceTieredStore(DeviceStore(0, LateMemory()), DiskStore(folder, limit))
+    ),
     "disk behind a memory that holds nothing": lambda folder: (
         lambda limit: TieredStore([MemoryStore(0), DiskStore(folder, limit)])
     ),
@@ -77,7 +92,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[BlockStore
 
 def stored_bytes(store: BlockStore, block: Block) -> int:
     framed = store.stats().compression == "zstd"
-    return block.nbytes if isinstance(store, MemoryStore) else len(encode_block(block, framed=framed))
+    return block.nbytes if isinstance(store.levels()[-1], MemoryStore) else len(encode_block(block, framed=framed))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -156,7 +171,7 @@ def test_the_limit_holds_and_the_least_recently_used_goes(make: Make) -> None:
         assert same(store.get(blocks[0].key), blocks[0])
         for block in blocks[3:5]:
             assert store.put(block)
-        last = store.tiers[-1] if isinstance(store, TieredStore) else store  # where a tier above had the hit
+        last = store.levels()[-1]  # where a tier above had the hit
         assert [last.contains(block.key) for block in blocks[:5]] == [True, False, False, True, True]
         stats = store.stats()
         assert stats.blocks == 3
@@ -174,7 +189,7 @@ def test_what_cannot_fit_is_skipped_and_drives_nothing_out(make: Make, caplog: p
         assert same(store.get(small.key), small)
         assert store.get(large.key) == Miss("absent")
         assert store.stats().skipped_writes == 2
-    tiers = len(store.tiers) if isinstance(store, TieredStore) else 1
+    tiers = len(store.levels())
     assert len([r for r in caplog.records if "not stored" in r.message]) <= tiers + (tiers > 1)
 
 

@@ -272,3 +272,14 @@ def test_pages_instead_of_a_context() -> None:
     large = run(QWEN, "--vram", "8GiB", "--kv-vram", "20GiB").stderr
     assert "kv_vram of 20.00 GiB" in large
     assert "context" not in large, "a shorter one would not help"
+
+
+def test_a_tier_of_the_store_takes_its_part() -> None:
+    runner = CliRunner()
+    done = runner.invoke(main, ["plan", QWEN, "--vram", "12GiB", "--store-vram", "2GiB"])
+    assert done.exit_code == 0, done.output
+    assert "blocks of the store" in done.output
+    found = json.loads(runner.invoke(main, ["plan", QWEN, "--vram", "12GiB", "--store-vram", "2GiB", "--json"]).output)
+    assert found["held_bytes"] == 2 * GIB
+    assert found["resident_layers"] == len(plan_of(10, context=4096).resident), "as if the card were so much smaller"
+    assert "blocks of the store" not in run(QWEN, "--vram", "12GiB").stdout
