@@ -12,7 +12,7 @@ import torch
 from kvboost_rag.answers import Answers
 from kvboost_rag.config import Repair, Reuse, check_reuse, resolve_repair
 from kvboost_rag.engine.arrivals import check_overlap
-from kvboost_rag.engine.carrier import Carry, carrier_for, device_bytes
+from kvboost_rag.engine.carrier import Carry, carrier_for
 from kvboost_rag.engine.context import FILLER_TOKENS, canonical_context, head_context
 from kvboost_rag.engine.cost import CostModel
 from kvboost_rag.engine.encode import ChunkEncoder
@@ -22,12 +22,12 @@ from kvboost_rag.engine.guard import OnLowFidelity, check_mode
 from kvboost_rag.engine.spot import SpotChecker, check_share
 from kvboost_rag.engine.tokens import SpanTokenizer
 from kvboost_rag.errors import UsageError
+from kvboost_rag.loading import load_for_engine
 from kvboost_rag.model.adapter import ModelAdapter
-from kvboost_rag.model.load import load_model
 from kvboost_rag.plan import Budget, KVBudget, kv_budget
 from kvboost_rag.store.base import BlockStore
 from kvboost_rag.store.device import DeviceStore
-from kvboost_rag.store.device_tier import bytes_of, with_device
+from kvboost_rag.store.device_tier import with_device
 from kvboost_rag.store.open import open_store
 from kvboost_rag.warmup import SourceChunk, WarmPlan, WarmProgress, WarmReport, plan, warm
 
@@ -185,33 +185,21 @@ class KVBoost(Answers):
         ``options`` are those of the constructor. ``vram`` (``"8GiB"``, bytes, ``"auto"``, or a
         :class:`kvboost_rag.plan.Budget`) is how much GPU memory may be used, ``store_vram`` included: layers that do
         not fit are streamed from host memory, see ``docs/big-models.md``; earlier requests' KV is then held only as far
-        as ``prefix_bytes`` says.
-        ``backend`` stands in for the CUDA device (tests).
+        as ``prefix_bytes`` says. ``backend`` stands in for the CUDA device (tests).
 
         Raises:
             ModelNotFoundError, CheckpointError, UnsupportedModelError, UnknownOptionError, StoreError.
             CapacityError: the model does not fit, or ``vram`` is too small (the smallest that works is named).
         """
-        held, kv = (0, 0), options.get("kv_vram")
-        if vram is not None:
-            context = options.get("filler_tokens", FILLER_TOKENS) + 64 if options.get("reuse") != "off" else 0
-            # Held pages move to host memory when the device needs theirs; held buffers stay where they are.
-            prefixes = 0 if kv is not None else options.setdefault("prefix_bytes", 0)
-            held = (prefixes + device_bytes(vram, backend, **options), context)
-        if kv is not None:
-            options["kv_vram"] = kv_budget(kv)
-        options.setdefault("kv_backend", backend)
-        loaded = load_model(
+        loaded = load_for_engine(
             name,
+            options,
             dtype=dtype,
             device=device,
             revision=revision,
             trust_remote_code=trust_remote_code,
             vram=vram,
             backend=backend,
-            held=held,
-            kv=None if kv is None else kv_budget(kv).nbytes,
-            stored=bytes_of(options.get("store_vram")),
         )
         return cls(loaded.model, loaded.tokenizer, store=store, name=loaded.name, **options)
 

@@ -9,7 +9,6 @@ the host would wait are counted. Kernels are the CPU's.
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -21,6 +20,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
+
+from tests.pretend_cuda import Event, Runtime, Stream
 
 GPU = torch.device("cuda", 0)
 aten = torch.ops.aten
@@ -56,7 +57,7 @@ class PretendTensor(torch.Tensor):
     is_meta = property(lambda self: False)  # type: ignore[assignment]
 
     def record_stream(self, stream: Any) -> None:
-        assert isinstance(stream, _Stream)
+        assert isinstance(stream, Stream)
 
     def tolist(self) -> Any:
         return self.cpu().tolist()
@@ -65,53 +66,6 @@ class PretendTensor(torch.Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with _Rules(None):
             return func(*args, **(kwargs or {}))
-
-
-class _Event:
-    """An event that happens when it is recorded: there is one queue, and it is done at once."""
-
-    def __init__(self, enable_timing: bool = False) -> None:
-        self.at: float | None = None
-
-    def record(self, stream: Any = None) -> None:
-        self.at = time.perf_counter()
-
-    def query(self) -> bool:
-        return True
-
-    def synchronize(self) -> None:
-        pass
-
-    def elapsed_time(self, end: _Event) -> float:
-        assert self.at is not None
-        assert end.at is not None
-        return (end.at - self.at) * 1e3
-
-
-class _Stream:
-    def __init__(self, device: Any = None) -> None:
-        pass
-
-    def wait_event(self, event: _Event) -> None:
-        assert isinstance(event, _Event)
-
-
-@dataclass
-class Runtime:
-    """The part of CUDA's runtime that page-locks memory; ``refuses`` is its error code."""
-
-    refuses: int = 0
-    locked: dict[int, int] = field(default_factory=dict)
-
-    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
-        if not self.refuses:
-            assert address not in self.locked
-            self.locked[address] = nbytes
-        return self.refuses
-
-    def cudaHostUnregister(self, address: int) -> int:
-        self.locked.pop(address, None)  # an engine of the test before may go only now
-        return 0
 
 
 @dataclass
@@ -275,9 +229,9 @@ def pretend_gpu() -> Iterator[Seen]:
         (torch.cuda, "device_count"): lambda: 1,
         (torch.cuda, "current_device"): lambda: 0,
         (torch.cuda, "mem_get_info"): lambda device=None: (60 << 30, 80 << 30),
-        (torch.cuda, "Stream"): _Stream,
-        (torch.cuda, "Event"): _Event,
-        (torch.cuda, "current_stream"): lambda device=None: _Stream(),
+        (torch.cuda, "Stream"): Stream,
+        (torch.cuda, "Event"): Event,
+        (torch.cuda, "current_stream"): lambda device=None: Stream(),
         (torch.cuda, "stream"): lambda stream: nullcontext(),
         (torch.cuda, "device"): lambda device: nullcontext(),
         (torch.cuda, "cudart"): lambda: seen.runtime,

@@ -30,7 +30,7 @@ LEVELS = {
     "model": 4,
     "engine": 5,
     "warmup": 6, "verify": 6,
-    "aio": 6, "constrain": 6, "metrics": 6, "toolcalls": 6,
+    "aio": 6, "constrain": 6, "loading": 6, "metrics": 6, "toolcalls": 6,
     "answers": 7,
     "api": 8,
     "registry": 9,

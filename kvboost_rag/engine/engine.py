@@ -68,14 +68,12 @@ class Engine:
         self.prefixes = PrefixCache(prefix_bytes)
         self.totals = Totals()
         self.segmenter = Segmenter(tokens, self.store.anchors, self._tokens_of_key, self.salt)
-        self.overlap = overlap
-        self.carrier = carrier
+        self.overlap, self.carrier = overlap, carrier
         self.prefiller = Prefiller(adapter, BlockFinder(encoder, self.store, overlap=overlap), carrier)
         self.eos_ids = end_ids(adapter)
         self.verdicts = Verdicts(encoder)
         self.guard = FidelityGuard(self.verdicts, on_low_fidelity)
-        self.costs = costs
-        self.spot = spot
+        self.costs, self.spot = costs, spot
         self._once = Once()
 
     def _tokens_of_key(self, key: str) -> tuple[int, ...] | None:

@@ -28,9 +28,10 @@ from kvboost_rag.engine.repair import (
     question_scores,
     top_positions,
 )
-from kvboost_rag.engine.report import ChunkReport, Report
+from kvboost_rag.engine.report import Report
 from kvboost_rag.engine.shift import Shifter
 from kvboost_rag.engine.spread import Lesson, Spreader
+from kvboost_rag.engine.tally import exact_tokens, note_chunks, note_counts
 from kvboost_rag.engine.used import Used
 from kvboost_rag.model.adapter import ModelAdapter
 from kvboost_rag.model.cache import ForwardCut, KVCache, Reviser
@@ -96,14 +97,12 @@ class Prefiller:
         arrivals.check()
         used.note(found, self.finder.store)
         repaired = choice.positions
-        self._note_chunks(prompt, done, found, set(repaired), report)
+        note_chunks(prompt, done, found, set(repaired), report)
         if costs is not None and deal is not None and not report.vain_tokens:
             rows = cache.rows - cache.scoring_rows
             costs.observe(deal, rows, len(spans), len(found) - len(spans), report.stages, arrivals.loaded_s)
-        rest = [s for s in prompt.segments if s.end > done]
-        exact = _exact_tokens(rest, done, hit, found, repair, prompt.num_tokens)
-        reused = sum(s.end - s.start for s in spans) - len({*repaired, *_last_in(spans, prompt.num_tokens - 1)})
-        self._note_counts(report, cache, done, reused, repaired, exact)
+        exact = exact_tokens(hit, found, repair, prompt.num_tokens)
+        note_counts(report, cache, done, spans, repaired, exact)
         missed = [f.segment for f in found if f.block is None]
         skipped = missed if deal is not None and deal.skip else []
         return Prepared(prompt, cache, logits, exact, [] if skipped else missed, skipped, deal, used)
@@ -261,41 +260,3 @@ class Prefiller:
             if lesson is not None:
                 return Spreader(rope, lesson, stale, repair.spread, self.adapter.spec.num_layers, device)
         return Shifter(rope, torch.tensor(choice.positions), stale, device) if repair.shift else None
-
-    @staticmethod
-    def _note_chunks(prompt: Prompt, done: int, found: list[Found], repaired: set[int], report: Report) -> None:
-        by_start = {f.segment.start: f for f in found}
-        for s in prompt.chunks:
-            if s.end <= done:
-                outcome, reason = "prefix", "held prefix"
-            else:
-                f = by_start[s.start]
-                outcome, reason = ("hit" if f.block is not None else "miss"), f.reason
-            count = sum(s.start <= p < s.end for p in repaired) if repaired else 0
-            report.chunks.append(ChunkReport(s.start, s.end, outcome, reason, count, s.text[:60]))
-
-    @staticmethod
-    def _note_counts(report: Report, cache: KVCache, done: int, reused: int, repaired: list[int], exact: int) -> None:
-        report.reused_tokens = done + reused
-        report.repaired_tokens = len(repaired)
-        report.repaired_positions = repaired
-        report.forwarded_tokens = cache.rows
-        report.scoring_tokens = cache.scoring_rows
-        report.exact = exact == report.prompt_tokens
-
-
-def _last_in(spans: list[ReusedSpan], last: int) -> list[int]:
-    """The last token, if it stands in a reused chunk: it is forwarded all the same, for its logits."""
-    return [last] if any(s.start <= last < s.end for s in spans) else []
-
-
-def _exact_tokens(
-    rest: list[Segment], done: int, hit: PrefixHit | None, found: list[Found], repair: Repair, total: int
-) -> int:
-    """How many leading positions hold KV that equals a full prefill."""
-    if hit is not None and not hit.exact:
-        return hit.held.exact_tokens
-    if repair.everything:
-        return total
-    approximate = [f.segment.start for f in found if f.block is not None and not f.exact]
-    return min(approximate, default=total)
