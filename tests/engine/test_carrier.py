@@ -166,6 +166,8 @@ def test_a_held_prefix_in_front() -> None:
     assert assert_same(plain, ours, chat(LONG[:3])).prefix_tokens > 0
 
 
+@pytest.mark.slow
+@pytest.mark.real_model
 def test_the_real_model(smollm2: Any) -> None:
     texts = [" ".join(LONG[i:] + LONG[:i]) for i in range(4)]
     options = {"kv_backend": VirtualBackend(order="random"), "store": "memory", **QUIET}

@@ -155,6 +155,7 @@ def test_half_precision_within_its_rounding(dtype: torch.dtype) -> None:
     assert (ours.logits - full.logits).abs().max() < 1.5 * rounding
 
 
+@pytest.mark.slow
 @pytest.mark.real_model
 def test_the_real_model_too(smollm2: Any) -> None:
     """1,100 tokens of KV in pages that hold a quarter of it."""
