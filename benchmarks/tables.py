@@ -1,4 +1,5 @@
-"""The tables of docs/fidelity.md, docs/store.md, docs/big-models.md and README.md, made from the committed result files: no figure is typed by hand.
+"""The tables of docs/fidelity.md, store.md, big-models.md and README.md, made from the committed result files: no figure is
+typed by hand.
 
     python benchmarks/tables.py            # rewrite what stands between markers, print the README block
     python benchmarks/tables.py --check    # change nothing; exit 1 where a document is out of date
