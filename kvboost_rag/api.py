@@ -147,8 +147,8 @@ class KVBoost(Answers):
         if store_vram is not None and supported:
             self.store = with_device(store_vram, self.store, self.adapter.spec.device, keep_text=keep_text)
         carrier = carrier_for(self.adapter, carry, kv_backend)
-        if carrier is not None:
-            self.store.keep_in(carrier.memory)
+        if carrier is not None or carry is False:
+            self.store.keep_in(None if carrier is None else carrier.memory)
         self._canonical = canonical_context(self.adapter, self.tokens, self.store, filler, filler_tokens, alone=alone)
         self._keep_text = keep_text
         self._salt = salt

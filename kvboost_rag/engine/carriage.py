@@ -127,8 +127,8 @@ class Carriage:
         cache.length = max(cache.length, *(p.end for p in places))
         self._pieces = pieces_of([p for p in places if p.end > self._host_length], min(PIECE, ring.stats.slot_bytes))
         self._layouts: list[Layout | None] = [None] * len(self._pieces)
-        self._send(SLOTS)
         try:
+            self._send(SLOTS)
             for i in range(len(self._pieces)):
                 self._layout(cache, i)  # finding places may wait for the device: not in the forward
         except BaseException:

@@ -57,12 +57,16 @@ class Carrier:
 
     def stats(self) -> dict[str, object]:
         """Counters, and how much of what stores keep in memory is page-locked."""
+        self.sweep()
+        return {**asdict(self._ring.stats), **self.memory.held()}
+
+    def sweep(self) -> None:
+        """Let go of host memory whose copies have happened."""
         if self.adapter.lock.acquire(blocking=False):  # not while a forward runs: whoever watches does not wait for it
             try:
                 self._ring.sweep()
             finally:
                 self.adapter.lock.release()
-        return {**asdict(self._ring.stats), **self.memory.held()}
 
     def close(self) -> None:
         """Wait for what is under way, and give device memory back."""

@@ -60,9 +60,7 @@ class Engine:
         overlap: bool = True,
         carrier: Carrier | None = None,
     ) -> None:
-        self.adapter = adapter
-        self.tokens = tokens
-        self.encoder = encoder
+        self.adapter, self.tokens, self.encoder = adapter, tokens, encoder
         self.store: BlockStore = encoder.store
         self.salt = encoder.salt
         self.prefixes = PrefixCache(prefix_bytes)
@@ -208,8 +206,9 @@ class Engine:
             if not request.cancel.cancelled:
                 prepared.used.promote(self.store)
                 report.stored_tokens = store_missed(self.prefiller.finder, prepared)
-            if self.costs is not None and prepared.deal is not None and not request.cancel.cancelled:
-                self.costs.after(prompt, prepared.deal)
+                if self.costs is not None and prepared.deal is not None:
+                    self.costs.after(prompt, prepared.deal)
+            self.prefiller.sweep()
         if watch and self.spot:
             self.spot.offer(watch, ids)
         report.total_s = perf_counter() - started

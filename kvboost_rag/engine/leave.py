@@ -40,7 +40,8 @@ def store_missed(finder: BlockFinder, prepared: Prepared) -> int:
             continue
         since = store.deletions
         if store.put(block):
-            store.promote([block], since)
+            store.promote([block], since, prepared.used.near)
+            prepared.used.near.append(block.key)
             encoder.register([(segment.text, block.key)])
             stored += len(ids)
     return stored

@@ -61,6 +61,11 @@ class Prefiller:
         self.finder = finder
         self.carrier = carrier
 
+    def sweep(self) -> None:
+        """Let go of blocks that were only held because a copy to the device might still read them."""
+        if self.carrier is not None:
+            self.carrier.sweep()
+
     def prepare(
         self,
         prompt: Prompt,

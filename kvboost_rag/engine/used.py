@@ -41,6 +41,7 @@ class Used:
         self.far.clear()
         if blocks:
             store.promote(blocks, self.since, self.near)
+            self.near += [block.key for block in blocks]
 
 
 def _whole(block: Block | ArrivingBlock) -> Block | None:

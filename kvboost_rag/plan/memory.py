@@ -22,6 +22,8 @@ def parse_bytes(value: str | int) -> int:
     if not match or isinstance(value, bool):
         raise UsageError(f"{value!r} is not a size", hint="for example 8GiB, 7500MB or a number of bytes")
     number, unit, tail = match.groups()
+    if "." in number and not unit:
+        raise UsageError(f"{value!r} is no number of bytes", hint="for example 1.5GiB")
     base = 1000 if (tail or "").lower() == "b" else 1024
     found = int(float(number) * (base ** _POWERS[unit.lower()] if unit else 1))
     if found <= 0:

@@ -121,9 +121,6 @@ class BlockStore(ABC):
     #: Where the nearest tier keeps blocks, if that is not host memory: what is handed out may lie there.
     device: torch.device | None = None
 
-    #: How often something was deleted, for :meth:`promote`.
-    deletions: int = 0
-
     @abstractmethod
     def get(self, key: str) -> Block | Miss:
         """The block under ``key``, verified, or why not. Does not modify stored data, except to set damage aside
@@ -146,6 +143,11 @@ class BlockStore(ABC):
     def levels(self) -> list[BlockStore]:
         """The stores that a look-up goes through, the nearest first, as :meth:`tier_of` counts them."""
         return [self]
+
+    @property
+    def deletions(self) -> int:
+        """How often something was deleted, for :meth:`promote`."""
+        return 0
 
     def device_room(self, salt: str) -> int:
         """Bytes that a tier on :attr:`device` takes under ``salt`` before somebody has to go; 0 where there is none."""

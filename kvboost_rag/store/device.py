@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
 
 from kvboost_rag.kv.block import Block
+from kvboost_rag.plan.memory import parse_bytes
 from kvboost_rag.store.device_memory import DeviceMemory
 from kvboost_rag.store.held import Held
 from kvboost_rag.store.memory import MemoryStore
+from kvboost_rag.store.tiered import Deletions
 
 
 class DeviceStore(MemoryStore):
@@ -20,7 +23,7 @@ class DeviceStore(MemoryStore):
     A block that the device has no memory for is not kept, whatever the limit says: ``skipped_writes`` counts it.
 
     Args:
-        limit_bytes: most bytes of K and V held at once.
+        limit_bytes: most bytes of K and V held at once (also as text, ``"2GiB"``).
         device: where; a CPU (host memory) stands in for a device in tests, and so does a :class:`DeviceMemory`.
         keep_text, ttl_s, tenant_bytes: as for :class:`MemoryStore`.
 
@@ -32,16 +35,18 @@ class DeviceStore(MemoryStore):
 
     def __init__(
         self,
-        limit_bytes: int,
+        limit_bytes: int | str,
         device: torch.device | str | DeviceMemory = "cuda",
         *,
         keep_text: bool = False,
         ttl_s: float | None = None,
         tenant_bytes: int | None = None,
     ) -> None:
+        limit_bytes = limit_bytes if isinstance(limit_bytes, int) else parse_bytes(limit_bytes)
         super().__init__(limit_bytes, keep_text=keep_text, ttl_s=ttl_s, tenant_bytes=tenant_bytes)
         self._memory = device if isinstance(device, DeviceMemory) else DeviceMemory(device)
         self.device: torch.device = self._memory.device
+        self.deleted = Deletions()  # through whichever store it stands in front of
         self._putting = threading.RLock()  # one block at a time: what is made room for is not taken by another
 
     def _take(self, block: Block, held: Held, started: float) -> bool:
@@ -66,6 +71,11 @@ class DeviceStore(MemoryStore):
         assert isinstance(held.contents, torch.Tensor), "nothing is packed here"
         self._memory.lend(held.contents, held.ready)
         return held.block(key)
+
+    def taken_by(self, used: Iterable[str]) -> int:
+        """Bytes of what nothing drives out: blocks that are pinned, and ``used``."""
+        with self._lock:
+            return self.size_of({*used, *self._pinned})
 
     def device_room(self, salt: str) -> int:
         with self._lock:

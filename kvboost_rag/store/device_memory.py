@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from kvboost_rag.errors import UsageError
 from kvboost_rag.store.held import owns_its_memory
 
 
@@ -21,6 +22,8 @@ class DeviceMemory:
 
     def __init__(self, device: torch.device | str) -> None:
         found = torch.device(device)
+        if found.type == "cuda" and not torch.cuda.is_available():
+            raise UsageError(f"a tier on {found}, and there is no CUDA device", hint="memory_bytes= is for host memory")
         self.device = torch.device("cuda", torch.cuda.current_device()) if str(found) == "cuda" else found
 
     def own(self, source: torch.Tensor, *, adopt: bool = False) -> tuple[torch.Tensor, Any]:

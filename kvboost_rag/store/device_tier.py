@@ -43,6 +43,7 @@ class DeviceTieredStore(TieredStore):
             raise UsageError("this store has a device tier already", hint="leave store_vram= out")
         super().__init__([near, below])
         self.near, self.below = near, below
+        self._deleted = near.deleted  # who shares the tier must know what others delete
         self.device = near.device
 
     def _spread(self, block: Block, depth: int) -> None:
@@ -69,13 +70,17 @@ class DeviceTieredStore(TieredStore):
     def promote(self, blocks: Iterable[Block], since: int, used: Iterable[str] = ()) -> int:
         near = self.near
         fresh = list({block.key: block for block in blocks if not near.contains(block.key)}.values())
-        room = min(near.limit_bytes, near.tenant_bytes or near.limit_bytes) - near.size_of(used)
+        most = min(near.limit_bytes, near.tenant_bytes or near.limit_bytes)
+        room = most - near.taken_by(used)
         moved: list[str] = []
         for block in fresh:
-            room -= block.nbytes
-            if room < 0 or not self._put_near(block):  # the rest would drive out what this request needs as well
-                break
-            moved.append(block.key)
+            if block.nbytes > most:
+                self._put_near(block)  # refused there, and said
+            elif block.nbytes <= room:  # beyond, it would drive out what this request needs as well
+                if not self._put_near(block):
+                    break  # the device has no memory
+                room -= block.nbytes
+                moved.append(block.key)
         if self.deletions != since:  # after the copies: a deletion from here on finds them
             for key in moved:
                 near.delete(key)
@@ -116,6 +121,8 @@ def with_device(
     if isinstance(below, NullStore):
         raise UsageError("store_vram= without a store", hint='store="memory" keeps blocks in this process')
     if isinstance(vram, DeviceStore):
+        if "cpu" not in (vram.device.type, device.type) and vram.device != device:
+            raise UsageError(f"the device tier lies on {vram.device}, the model on {device}", hint="the model's device")
         return DeviceTieredStore(vram, below)
     if device.type != "cuda":
         raise UsageError(

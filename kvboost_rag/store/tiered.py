@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
@@ -21,6 +22,13 @@ _CLOSE_S = 60.0  # most seconds that closing waits for writes in the background
 
 T = TypeVar("T", bound=Block | ArrivingBlock)
 Asked = Callable[[BlockStore, Sequence[str]], Sequence[Block | ArrivingBlock | Miss]]
+
+
+@dataclass(slots=True)
+class Deletions:
+    """What was on its way when something was deleted does not move up."""
+
+    count: int = 0
 
 
 class TieredStore(BlockStore):
@@ -48,7 +56,7 @@ class TieredStore(BlockStore):
         self.prunable = any(tier.prunable for tier in self.tiers)
         self.arrives = any(tier.arrives for tier in self.tiers)
         self._counters = Counters()
-        self.deletions = 0  # blocks that were on their way when something was deleted do not move up
+        self._deleted = Deletions()
 
     def get(self, key: str) -> Block | Miss:
         return self.get_many([key])[0]
@@ -150,11 +158,15 @@ class TieredStore(BlockStore):
             before += len(tier.levels())
         return before + self.tiers[-1].tier_of(key)
 
+    @property
+    def deletions(self) -> int:
+        return self._deleted.count
+
     def levels(self) -> list[BlockStore]:
         return [level for tier in self.tiers for level in tier.levels()]
 
     def delete(self, key: str) -> bool:
-        self.deletions += 1
+        self._deleted.count += 1
         waited = self._queue is not None and self._queue.drop(key)
         return any([tier.delete(key) for tier in self.tiers]) or waited
 
@@ -170,7 +182,7 @@ class TieredStore(BlockStore):
             tier.keep_in(allocate)
 
     def delete_tagged(self, tag: str) -> int:
-        self.deletions += 1
+        self._deleted.count += 1
         waiting = self._queue.tagged(tag) if self._queue is not None else []
         dropped = sum([self.delete(key) for key in waiting])
         return dropped + max([tier.delete_tagged(tag) for tier in self.tiers])
@@ -215,7 +227,7 @@ class TieredStore(BlockStore):
         return [problem for tier in self.tiers for problem in tier.check(fix)]
 
     def clear(self) -> int:
-        self.deletions += 1
+        self._deleted.count += 1
         if self._queue is not None:
             self._queue.clear()
         return max([tier.clear() for tier in self.tiers])

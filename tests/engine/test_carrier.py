@@ -445,6 +445,42 @@ def test_an_error_in_the_middle_leaves_nothing_behind() -> None:
     assert not backend.races
 
 
+@pytest.mark.parametrize("number", [1, 6, 11])
+def test_a_copy_that_cannot_be_sent_leaves_nothing_unlocked_under_another(
+    number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first ones are sent before anything is known to have begun."""
+    backend = VirtualBackend(order="late")
+    plain, ours = both(backend)
+    sent, copy = [0], VirtualBackend.copy
+
+    def failing(self: VirtualBackend, target: torch.Tensor, source: torch.Tensor) -> None:
+        sent[0] += 1
+        if sent[0] == number:
+            raise torch.OutOfMemoryError("no room to send it")
+        copy(self, target, source)
+
+    monkeypatch.setattr(VirtualBackend, "copy", failing)
+    with pytest.raises(torch.OutOfMemoryError):
+        prepared(ours, chat(LONG))
+    monkeypatch.undo()
+    ours.store.clear()
+    gc.collect()
+    assert not backend.races
+    ours.warm(LONG)
+    assert_same(plain, ours, chat(LONG))
+
+
+def test_what_was_carried_is_let_go_of_after_the_answer() -> None:
+    backend = VirtualBackend(order="early")
+    _, ours = both(backend)
+    ours.generate(chat(LONG), max_new_tokens=1)
+    ours.store.clear()
+    gc.collect()
+    assert backend.locked == 0
+    assert not backend.races
+
+
 def test_a_cancelled_request_lets_go() -> None:
     plain, ours, store = mixed()
     cancel = CancelToken()

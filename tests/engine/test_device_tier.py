@@ -377,6 +377,50 @@ def test_two_engines_have_a_tier_each_over_one_store() -> None:
     assert below.asked == []
 
 
+def test_who_shares_a_tier_knows_what_others_delete() -> None:
+    one, near, _ = tiered(store=(below := MemoryStore()))
+    two = make_engine(model=one.model, store=below, store_vram=near, **OPTIONS)
+    one.warm(DOCS)
+    near.clear()
+    pieces = two.stream(chat(), max_new_tokens=3)
+    next(pieces)
+    one.store.clear()
+    list(pieces)
+    assert [*near.keys()] == []
+
+
+def test_a_chunk_that_does_not_fit_keeps_no_other_out() -> None:
+    texts = [" ".join(DOCS[:3]), DOCS[3]]
+    engine, near, _ = tiered(1)
+    large, small = (size_of(engine, [text]) for text in texts)
+    for nbytes, refused in ((small + 1, 1), (large + small - 1, 0)):  # larger than the tier; larger than what is left
+        engine, near, _ = tiered(nbytes)
+        engine.warm(texts)
+        near.clear()
+        answer(engine, chat(texts), chunks=texts)
+        assert near.stats().blocks == 1
+        assert near.stats().skipped_writes >= refused
+
+
+def test_misses_and_pins_drive_out_nothing_of_the_request() -> None:
+    engine, near, _ = tiered(1)
+    new = "Ravens of the north tower count the ships that come in before noon."
+    engine, near, _ = tiered(size_of(engine))
+    engine.warm(DOCS)
+    answer(engine, chat([*DOCS, new]), chunks=[*DOCS, new])
+    keys = {engine._encoder.key(engine._encoder.tokenize(text)) for text in DOCS}
+    assert keys == set(near.keys())
+    for key in keys:
+        near.unpin([key])
+    first, *others = DOCS
+    engine, near, _ = tiered(size_of(engine, DOCS[:2]) + 1)
+    engine.warm(DOCS[:2])
+    of = {text: engine._encoder.key(engine._encoder.tokenize(text)) for text in DOCS}
+    near.pin([of[first]])
+    answer(engine, chat(others), chunks=others)
+    assert near.contains(of[DOCS[1]])
+
+
 def test_threads_over_a_small_tier() -> None:
     probe = make_engine(**OPTIONS)
     room = size_of(probe) * 2 // 3
@@ -472,6 +516,12 @@ def test_what_makes_no_sense_is_refused() -> None:
         make_engine(store_vram="much")
     with pytest.raises(UsageError, match="without a store"):
         make_engine(store=None, store_vram=DeviceStore(1 << 20, "cpu"))
+    if not torch.cuda.is_available():
+        with pytest.raises(UsageError, match="no CUDA device"):
+            DeviceStore("2GiB")
+    with pytest.raises(UsageError, match="no number of bytes"):
+        make_engine(store_vram=1.5)
+    assert DeviceStore("2GiB", "cpu").limit_bytes == 2 << 30
     engine, _, _ = tiered()
     assert isinstance(engine.store, DeviceTieredStore)
     with pytest.raises(UsageError, match="already"):

@@ -157,6 +157,16 @@ def test_held_turns_make_room() -> None:
 # --- sizes --------------------------------------------------------------------------------------------------
 
 
+def test_callers_in_and_outside_of_inference_mode_share_host_memory() -> None:
+    """Memory that was made in that mode cannot be written outside of it."""
+    paged, unlimited = pair(prefix_bytes=0)
+    expected = unlimited.generate(chat(), max_new_tokens=6).token_ids
+    with torch.inference_mode():
+        assert paged.generate(chat(), max_new_tokens=6).token_ids == expected
+    assert paged.generate(chat(), max_new_tokens=6).token_ids == expected
+    assert stats(paged)["host_bytes"] > 0
+
+
 def test_too_small_a_budget_names_the_smallest() -> None:
     engine = make_engine()
     least = least_budget(engine)

@@ -194,7 +194,7 @@ def test_configs_that_cannot_be_planned(tmp_path: Path) -> None:
 def test_sizes_as_people_write_them() -> None:
     assert parse_bytes("8GiB") == parse_bytes("8 g") == parse_bytes(8 * GIB) == 8 * GIB
     assert parse_bytes("7500MB") == 7_500_000_000
-    for wrong in ("", "GiB", "8 apples", "-1", "0", True):
+    for wrong in ("", "GiB", "8 apples", "-1", "0", "1.5", True):
         with pytest.raises(UsageError):
             parse_bytes(wrong)
     with pytest.raises(UsageError, match="at least 2"):

@@ -54,10 +54,11 @@ class HostMemory:
         if self._free:
             return self._free.pop()
         room = self._room()
-        if room is None or room >= self._nbytes:
-            return self._memory()
-        if self.budget.disk is not None:
-            return self._file(Path(self.budget.disk))
+        with torch.inference_mode(False):  # whatever mode the caller is in: others write here in others
+            if room is None or room >= self._nbytes:
+                return self._memory()
+            if self.budget.disk is not None:
+                return self._file(Path(self.budget.disk))
         raise CapacityError(
             f"KV beyond the device needs {gib(self.stats.host_bytes + self._nbytes)} of host memory, "
             f"{gib(self.stats.host_bytes + room)} may be taken",

@@ -36,8 +36,8 @@ class CudaBackend:
         except torch.OutOfMemoryError as e:
             free = torch.cuda.mem_get_info(self.device)[0]
             raise CapacityError(
-                f"{nbytes / 2**30:.2f} GiB for weights do not fit on {self.device}, {free / 2**30:.2f} GiB are free",
-                hint="give a smaller vram=, or close what else runs on the GPU",
+                f"{nbytes / 2**30:.2f} GiB do not fit on {self.device}, {free / 2**30:.2f} GiB are free",
+                hint="give a smaller vram= or store_vram=, or close what else runs on the GPU",
             ) from e
 
     def register(self, block: torch.Tensor) -> bool:
@@ -55,7 +55,12 @@ class CudaBackend:
             torch.empty(1, device=self.device).fill_(1.0)
 
     def unregister(self, block: torch.Tensor) -> None:
-        self._runtime.cudaHostUnregister(block.data_ptr())
+        """Called by finalizers too, in any thread: whose device is another."""
+        with torch.cuda.device(self.device):
+            code = int(self._runtime.cudaHostUnregister(block.data_ptr()))
+        if code:
+            logger.info("cudaHostUnregister failed (error %d)", code)
+            self._forget_error()
 
     def pinned(self, nbytes: int) -> torch.Tensor | None:
         try:

@@ -48,7 +48,8 @@ class Ring:
         self._ready = [backend.event() for _ in range(SLOTS)]
         self._free = [backend.event() for _ in range(SLOTS)]
         self._kept: deque[tuple[Any, list[torch.Tensor]]] = deque()
-        weakref.finalize(self, _settle, backend, self._ready, self._slots, self._kept).atexit = False
+        events = [*self._ready, *self._free]
+        weakref.finalize(self, _settle, backend, events, self._slots, self._kept).atexit = False
 
     def user(self) -> int:
         """A number for somebody new."""
@@ -72,10 +73,13 @@ class Ring:
         s = name[1] % SLOTS
         self.reserve(max(offset + source.numel() for offset, source in parts))  # they may have been given back
         self.backend.wait("copy", self._free[s])
-        for offset, source in parts:
-            self.backend.copy(self._slots[s][offset : offset + source.numel()], source)
-            self.stats.bytes_carried += source.numel()
-        self.backend.record(self._ready[s], "copy")
+        self._holds[s] = None
+        try:
+            for offset, source in parts:
+                self.backend.copy(self._slots[s][offset : offset + source.numel()], source)
+                self.stats.bytes_carried += source.numel()
+        finally:  # where one fails, those before it are under way all the same
+            self.backend.record(self._ready[s], "copy")
         self._holds[s] = name
         self.stats.pieces += 1
         self.stats.copies += len(parts)
@@ -115,18 +119,18 @@ class Ring:
 
     def close(self) -> None:
         """Wait for all copies, and give everything back. It may be used again."""
-        _settle(self.backend, self._ready, self._slots, self._kept)
+        _settle(self.backend, [*self._ready, *self._free], self._slots, self._kept)
         self._holds, self.stats.slot_bytes = [None] * SLOTS, 0
 
 
 def _settle(
     backend: Backend,
-    ready: list[Any],
+    events: list[Any],
     slots: list[torch.Tensor],
     kept: deque[tuple[Any, list[torch.Tensor]]],
 ) -> None:
-    """Give all memory back, once no copy reads or writes it any more."""
-    for event in ready:
+    """Give all memory back, once no copy reads or writes it any more, and no computation on whatever stream."""
+    for event in events:
         backend.synchronize(event)
     slots.clear()
     kept.clear()
