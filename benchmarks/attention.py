@@ -5,7 +5,7 @@ that many tokens of text, logits of the last one: transformers with ``eager`` an
 Memory is what the process takes at its peak beyond what it had before the call, as the kernel counts it. Each cell is a
 process of its own; the ways of one length follow one another, in turns.
 
-    python benchmarks/attention.py                     # some 6 minutes on two idle cores
+    python benchmarks/attention.py                     # some 17 minutes on two idle cores
     python benchmarks/attention.py --tokens 1024 8000 --repeat 5
 """
 

@@ -141,8 +141,11 @@ def test_tidy_keeps_what_a_reader_needs() -> None:
     assert len(plain.data["text/plain"]) == 999
 
 
+SLOW = ("02", "06")  # what they show is tested elsewhere: warm-up and restart, verify
+
+
 @pytest.mark.real_model
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n.startswith(SLOW) else n for n in NAMES])
 def test_a_notebook_runs(name: str) -> None:
     """A cell that fails raises. Its time is looked at by ``notebooks/build.py --check``: a busy machine must not fail a
     test."""

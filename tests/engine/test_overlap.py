@@ -124,6 +124,8 @@ def test_a_held_prefix_in_front_gives_the_same_bits(tmp_path: Path) -> None:
     assert_same(waiting, overlapped, chat(LONG[:3]))
 
 
+@pytest.mark.slow
+@pytest.mark.real_model
 def test_the_real_model_gives_the_same_bits(smollm2: Any, tmp_path: Path) -> None:
     texts = [" ".join(LONG[i:] + LONG[:i]) for i in range(4)]
     options = {"store": tmp_path, "memory_bytes": 0, "prefix_bytes": 0, "on_low_fidelity": "ignore"}
