@@ -122,18 +122,25 @@ def stand_ins() -> list[str]:
 
 def run_part(name: str, smoke: bool, file: Path | None) -> int:
     """This process is the part ``name``."""
-    import gpu_models
-    import gpu_parts
     from gpu_machine import Machine, Notes
 
-    part = getattr(gpu_parts, name, None) or getattr(gpu_models, name)
-    notes = Notes(file)
+    part, notes = function_of(name), Notes(file)
     try:
         part(Machine(smoke), notes)
     except Exception as e:
         notes.add(error=f"{type(e).__name__}: {e}", trace=traceback.format_exc()[-2000:])
         return 1
     return 1 if notes.values.get("ok") is False or has_error(notes.values) else 0
+
+
+def function_of(part: str) -> Callable[..., None]:
+    """What measures ``part``."""
+    import gpu_models
+    import gpu_parts
+    import gpu_reuse
+
+    found = (getattr(module, part, None) for module in (gpu_parts, gpu_reuse, gpu_models))
+    return next(function for function in found if function is not None)
 
 
 def has_error(value: Any) -> bool:

@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from common import pool_of_chunks
 from transformers import Qwen2Config
 
 from kvboost_rag.model.direct.files import CheckpointFiles, TensorRef
+from kvboost_rag.model.direct.resident import load_resident
 from kvboost_rag.plan import SHAPES
 
 GIB = 1 << 30
@@ -165,3 +167,20 @@ def tokenizer() -> Any:
     from tests.tiny_tokenizers import tiny_tokenizer
 
     return tiny_tokenizer()
+
+
+def dense_model(machine: Machine, shape: str = "qwen2.5-7b") -> Any:
+    """Random weights on the device."""
+    config = machine.config(shape)
+    files = RandomFiles(config)
+    dtype = machine.dtype if machine.smoke else torch.bfloat16
+    return load_resident(files.folder, config, dtype=dtype, device=machine.device, files=files)
+
+
+def chunk_pool(chunks: int, tokens: int) -> list[str]:
+    """Texts of exactly so many tokens each."""
+    tok = tokenizer()
+    return pool_of_chunks(
+        lambda t: tok(t, add_special_tokens=False).input_ids, lambda i: tok.decode(i, skip_special_tokens=False),
+        chunks, tokens,
+    )  # fmt: skip

@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from kvboost_rag.engine.carrier import device_bytes
 from kvboost_rag.engine.context import FILLER_TOKENS
 from kvboost_rag.model.load import LoadedModel, load_model
@@ -18,14 +16,12 @@ def load_for_engine(
     name: str | Path,
     options: dict[str, Any],
     *,
-    dtype: str | torch.dtype,
-    device: str | torch.device,
-    revision: str | None,
-    trust_remote_code: bool,
     vram: str | int | Budget | None,
     backend: Any,
+    **how: Any,
 ) -> LoadedModel:
     """The model for an engine with these ``options`` (:class:`~kvboost_rag.KVBoost`'s), which are completed here.
+    ``how`` is for :func:`~kvboost_rag.model.load.load_model` as it is: dtype, device, revision, trust_remote_code.
 
     Raises:
         ModelNotFoundError, CheckpointError, UnsupportedModelError, UnknownOptionError, UsageError, CapacityError: see
@@ -42,13 +38,10 @@ def load_for_engine(
     options.setdefault("kv_backend", backend)
     return load_model(
         name,
-        dtype=dtype,
-        device=device,
-        revision=revision,
-        trust_remote_code=trust_remote_code,
         vram=vram,
         backend=backend,
         held=held,
         kv=None if kv is None else kv_budget(kv).nbytes,
         stored=bytes_of(options.get("store_vram")),
+        **how,
     )

@@ -61,6 +61,7 @@ MICRO_BENCHMARKS = {
     "benchmarks/gpu_machine.py",
     "benchmarks/gpu_models.py",
     "benchmarks/gpu_parts.py",
+    "benchmarks/gpu_reuse.py",
 }
 MAX_LINES = 300
 

@@ -22,18 +22,16 @@ def scripts(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import gpu_check
     import gpu_machine
-    import gpu_models
     import gpu_parts
 
-    return type("Scripts", (), {"check": gpu_check, "machine": gpu_machine, "models": gpu_models, "parts": gpu_parts})
+    return type("Scripts", (), {"check": gpu_check, "machine": gpu_machine, "parts": gpu_parts})
 
 
 @pytest.mark.parametrize("part", ["environment", "kernels", "streaming", "reuse", "attention", "paged", "packing"])
 def test_every_part_over_toy_shapes(part: str, scripts: Any, tmp_path: Path) -> None:
     file = tmp_path / "part.json"
     notes = scripts.machine.Notes(file)
-    run = getattr(scripts.parts, part, None) or getattr(scripts.models, part)
-    run(scripts.machine.Machine(smoke=True), notes)
+    scripts.check.function_of(part)(scripts.machine.Machine(smoke=True), notes)
     found = json.loads(file.read_text())
     assert not scripts.check.has_error(found), found
     assert found.get("ok", True) is True
@@ -61,7 +59,7 @@ def test_every_part_over_toy_shapes(part: str, scripts: Any, tmp_path: Path) -> 
 
 def test_every_part_has_a_time_limit_and_a_function(scripts: Any) -> None:
     for part, seconds in scripts.check.PARTS.items():
-        assert hasattr(scripts.parts, part) or hasattr(scripts.models, part)
+        assert callable(scripts.check.function_of(part))
         assert 0 < seconds < scripts.check.LIMIT_S
     assert scripts.check.LIMIT_S < 9 * 60
 

@@ -213,14 +213,20 @@ def test_no_room_leaves_the_ring_usable() -> None:
         assert bool((slot[:1000] == 5).all())
 
 
-def test_sources_are_held_until_their_copies_have_happened() -> None:
-    backend = VirtualBackend(order="late")
+def sent(backend: VirtualBackend) -> tuple[Ring, PageLocked]:
+    """A ring with a copy under way from memory that nobody else holds."""
     ring, allocate = Ring(backend), PageLocked(backend)
     source = allocate(4096)
     ring.send((ring.user(), 0), [(0, source)])
     ring.keep([source])
     del source
     gc.collect()
+    return ring, allocate
+
+
+def test_sources_are_held_until_their_copies_have_happened() -> None:
+    backend = VirtualBackend(order="late")
+    ring, allocate = sent(backend)
     assert allocate.held()["page_locked_bytes"] == 4096
     ring.close()
     gc.collect()
@@ -230,23 +236,15 @@ def test_sources_are_held_until_their_copies_have_happened() -> None:
 
 def test_sources_whose_copies_have_happened_are_not_held() -> None:
     backend = VirtualBackend(order="early")
-    ring, allocate = Ring(backend), PageLocked(backend)
-    source = allocate(4096)
-    ring.send((ring.user(), 0), [(0, source)])
-    ring.keep([source])
-    del source
-    gc.collect()
+    ring, allocate = sent(backend)
     assert allocate.held()["page_locked_bytes"] == 0
     assert not backend.races
 
 
 def test_a_ring_that_nobody_holds_waits_for_its_copies() -> None:
     backend = VirtualBackend(order="late")
-    ring, allocate = Ring(backend), PageLocked(backend)
-    source = allocate(4096)
-    ring.send((ring.user(), 0), [(0, source)])
-    ring.keep([source])
-    del source, ring
+    ring, allocate = sent(backend)
+    del ring
     gc.collect()
     assert allocate.held()["page_locked_bytes"] == 0
     assert not backend.races

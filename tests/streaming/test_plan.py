@@ -256,15 +256,19 @@ def test_command_says_what_is_wrong() -> None:
         assert (wrong.exit_code, "--bandwidth" in wrong.stderr, wrong.stdout) == (2, True, "")
 
 
+def planned(*options: str) -> tuple[str, dict[str, Any]]:
+    """What the command says, and the same as JSON."""
+    text, as_json = run(QWEN, *options), run(QWEN, *options, "--json")
+    assert (text.exit_code, as_json.exit_code) == (0, 0), text.output
+    return text.stdout, json.loads(as_json.stdout)
+
+
 def test_pages_instead_of_a_context() -> None:
-    runner = CliRunner()
-    done = runner.invoke(main, ["plan", QWEN, "--vram", "12GiB", "--kv-vram", "1GiB"])
-    assert done.exit_code == 0, done.output
-    assert "pages with KV of 3904 tokens" in done.output
-    found = json.loads(runner.invoke(main, ["plan", QWEN, "--vram", "12GiB", "--kv-vram", "1GiB", "--json"]).output)
+    text, found = planned("--vram", "12GiB", "--kv-vram", "1GiB")
+    assert "pages with KV of 3904 tokens" in text
     assert found["kv_bytes"] == GIB
     assert found["resident_layers"] == len(plan_of(12, context=4096).resident), "as much as 4,096 tokens of KV"
-    done = runner.invoke(main, ["plan", QWEN, "--vram", "12GiB", "--kv-vram", "1MiB"])
+    done = run(QWEN, "--vram", "12GiB", "--kv-vram", "1MiB")
     assert done.exit_code != 0
     assert "67633152" in done.output
     none = run(QWEN, "--vram", "12GiB", "--kv-vram", "0")
@@ -275,11 +279,8 @@ def test_pages_instead_of_a_context() -> None:
 
 
 def test_a_tier_of_the_store_takes_its_part() -> None:
-    runner = CliRunner()
-    done = runner.invoke(main, ["plan", QWEN, "--vram", "12GiB", "--store-vram", "2GiB"])
-    assert done.exit_code == 0, done.output
-    assert "blocks of the store" in done.output
-    found = json.loads(runner.invoke(main, ["plan", QWEN, "--vram", "12GiB", "--store-vram", "2GiB", "--json"]).output)
+    text, found = planned("--vram", "12GiB", "--store-vram", "2GiB")
+    assert "blocks of the store" in text
     assert found["held_bytes"] == 2 * GIB
     assert found["resident_layers"] == len(plan_of(10, context=4096).resident), "as if the card were so much smaller"
     assert "blocks of the store" not in run(QWEN, "--vram", "12GiB").stdout
