@@ -471,10 +471,19 @@ def test_a_copy_that_cannot_be_sent_leaves_nothing_unlocked_under_another(
     assert_same(plain, ours, chat(LONG))
 
 
-def test_what_was_carried_is_let_go_of_after_the_answer() -> None:
+def test_what_was_carried_is_let_go_of_after_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not before the device has come so far, and not only when the next request comes."""
     backend = VirtualBackend(order="early")
     _, ours = both(backend)
-    ours.generate(chat(LONG), max_new_tokens=1)
+    copied = False
+
+    def first_token(token_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        nonlocal copied
+        copied = True
+        return scores
+
+    monkeypatch.setattr(VirtualBackend, "happened", lambda self, event: copied)
+    ours.generate(chat(LONG), max_new_tokens=1, logits_processors=[first_token])
     ours.store.clear()
     gc.collect()
     assert backend.locked == 0

@@ -410,15 +410,13 @@ def test_misses_and_pins_drive_out_nothing_of_the_request() -> None:
     answer(engine, chat([*DOCS, new]), chunks=[*DOCS, new])
     keys = {engine._encoder.key(engine._encoder.tokenize(text)) for text in DOCS}
     assert keys == set(near.keys())
-    for key in keys:
-        near.unpin([key])
-    first, *others = DOCS
-    engine, near, _ = tiered(size_of(engine, DOCS[:2]) + 1)
-    engine.warm(DOCS[:2])
+    fresh, *others, pinned = sorted(DOCS, key=lambda text: size_of(engine, [text]))
+    engine, near, _ = tiered(size_of(engine, [*others, pinned]))
+    engine.warm([*others, pinned])
     of = {text: engine._encoder.key(engine._encoder.tokenize(text)) for text in DOCS}
-    near.pin([of[first]])
-    answer(engine, chat(others), chunks=others)
-    assert near.contains(of[DOCS[1]])
+    assert near.pin([of[pinned]]) == 1
+    answer(engine, chat([*others, fresh]), chunks=[*others, fresh])
+    assert {of[text] for text in (*others, pinned)} == set(near.keys())
 
 
 def test_threads_over_a_small_tier() -> None:
